@@ -13,13 +13,17 @@ from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute_calls
 from .kinds import Kind, check_row_count, recognise
 from .plan import Form, Site
-from .repeat import EXCHANGES, LOCAL, NANS, SLICES, RunsAlone
+from .repeat import EXCHANGES, LOCAL, NANS, SLICES, NotTogether, RunsAlone
 from .rows import Rows
 from .spec import Repeat
 
 # Arguments and options of a call.
 Call = tuple[BoundArguments, CallOptions]
 
+
+# Fewer calls than these run alone, by the program of one call.
+FEWEST = 3
+FEW = f"a program runs {FEWEST} calls of one kind or more"
 
 # Rows and leaves of each of several calls.
 Several = Sequence[tuple[Rows, Sequence[Any]]]
@@ -39,12 +43,15 @@ def start_calls(
       The results, one a call; and whether the next call is refused, since its numbers are not finite.
 
     Raises:
+      NotTogether: too few calls are alike.
       RunsAlone: no program runs several such calls.
       Other errors: as of the first call.
     """
     stats, function = site.function.stats, site.function
     retire_finished()
     begun, compiling, sending = perf_counter(), stats.dispatching, stats.sending
+    if len(calls) < FEWEST:
+        raise NotTogether(FEW)
     if any(isinstance(leaf, ProcessLocalRows) for leaf in calls[0][0].leaves):
         raise RunsAlone(LOCAL)
     if calls[0][1].num_slices != 1:
@@ -89,6 +96,8 @@ def _alike(site: Site, calls: Sequence[Call]) -> tuple[Kind, Form, list[tuple[Ro
                 alike.append((more, leaves))
                 continue
         break
+    if len(alike) < FEWEST:
+        raise NotTogether(FEW)
     if site.group._is_multi_process:
         remedy, what = "Give each process the same arguments and batch.", f"the arguments of {site.function.name}"
         site.group._peers.compare_values(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from collections.abc import Iterable
+from itertools import chain, count
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -21,7 +21,9 @@ from .first_rows import index_within, read_within
 from .places import PLACES, Place, PlaceName, ReplicaRows
 from .sources import Reader, Source, as_number_dtype, as_rows, share_rows
 
-_numbers = itertools.count()
+T = TypeVar("T")
+
+_numbers = count()
 # Each `Data` by its id, since a write through one may change rows that others hold.
 _alive: WeakValueDictionary[int, Data] = WeakValueDictionary()
 
@@ -32,24 +34,26 @@ class Hold:
     Attributes:
       name: the loop in messages.
       data: what all its calls read.
-      waiting: queues of what was taken early, each of whose items has the `leaves` of its arguments.
+      waiting: calls, and lists of calls, that were taken early; each call has the `leaves` of its arguments.
       is_source_asked: whether the source is asked for an item. It may write to what no waiting call reads.
     """
 
-    waiting: Sequence[Iterable[Any]]
+    waiting: tuple[Iterable[Any], Iterable[Iterable[Any]]]
 
     def __init__(self, name: str, data: Iterable[Data] = ()) -> None:
-        self.name, self.data, self.waiting, self.is_source_asked = name, data, (), False
-        _holds.add(self)
+        self.name, self.data, self.waiting, self.is_source_asked = name, data, ((), ()), False
+        _holds[id(self)] = self
 
     def refuses(self, data: Data) -> bool:
         """Tell whether nothing may write to data now."""
-        held = [leaf for queue in self.waiting for item in queue for leaf in item.leaves]
+        calls, lists = self.waiting
+        # Copies: the thread of the loop takes and launches calls meanwhile.
+        held = [leaf for call in chain([*calls], *[*lists]) for leaf in call.leaves]
         return any(leaf is data for leaf in [*held, *([] if self.is_source_asked or not held else self.data)])
 
 
-# All of them, since a write through one `Data` may change rows of a loop's.
-_holds: WeakSet[Hold] = WeakSet()
+# All of them by id, since a write through one `Data` may change rows of a loop's.
+_holds: WeakValueDictionary[int, Hold] = WeakValueDictionary()
 
 
 class Data:
@@ -306,7 +310,7 @@ class Data:
 
     def _refuse_change(self) -> None:
         """Raise SynkError if a loop has items early that read the data."""
-        for hold in _holds:
+        for hold in _living(_holds):
             if hold.refuses(self):
                 raise SynkError(
                     f"{self.name}: it was written to between two items of {hold.name}, which takes items early. Give "
@@ -324,10 +328,14 @@ refuse_use(
 )
 
 
+def _living(objects: WeakValueDictionary[int, T]) -> list[T]:
+    """Return the objects that are alive, also while other threads make some."""
+    return [alive for reference in objects.valuerefs() if (alive := reference()) is not None]
+
+
 def _holders(source: Source) -> list[Data]:
     """Return each `Data` that holds rows of a source."""
-    alive = [data for reference in _alive.valuerefs() if (data := reference()) is not None]
-    return [data for data in alive if share_rows(source, getattr(data, "_source", None))]
+    return [data for data in _living(_alive) if share_rows(source, getattr(data, "_source", None))]
 
 
 def _mark_stale(source: Source) -> None:

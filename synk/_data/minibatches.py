@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -35,11 +36,28 @@ class Minibatches:
         return MinibatchIterator(self)
 
 
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """One way through shuffled minibatches, known by its first batch."""
+
+    order: Minibatches
+    first: "ref[np.ndarray]"
+
+
+# The loop that began last: a batch does not say where it comes from.
+_newest: Loop | None = None
+
+
+def loop_begun_by(batch: Any) -> Loop | None:
+    """Return the loop whose first batch this is; None if it is no first batch, or another loop has begun since."""
+    return _newest if _newest is not None and _newest.first() is batch else None
+
+
 class MinibatchIterator(Iterator[np.ndarray]):
     """An iterator over minibatches, whose next ones can be left out."""
 
     def __init__(self, batches: Minibatches) -> None:
-        self._batches, self._at = batches, batches.start
+        self._batches, self._at, self._has_begun = batches, batches.start, False
         # The order of rows in the last epoch that was asked for, and its number.
         self._order, self._epoch = np.arange(0), -1
 
@@ -57,7 +75,11 @@ class MinibatchIterator(Iterator[np.ndarray]):
             shuffled = np.random.RandomState([batches.seed, epoch]).permutation if batches.shuffle else np.arange
             self._order, self._epoch = shuffled(batches.rows), epoch
         self._at += 1
-        return self._order[i * batches.batch_size : (i + 1) * batches.batch_size]
+        batch = self._order[i * batches.batch_size : (i + 1) * batches.batch_size]
+        if not self._has_begun and batches.shuffle:
+            global _newest
+            self._has_begun, _newest = True, Loop(batches, ref(batch))
+        return batch
 
     def leave_out(self, n: int) -> int:
         """Leave out the next n batches, and return how many of them there were."""

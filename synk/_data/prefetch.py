@@ -92,8 +92,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     def __len__(self) -> int:
         if self._length is None:
-            depends = " With per_launch it depends on the rows of batches." if self.gives_lists else ""
-            raise TypeError(f"The number of items is not known: what gives them has no len().{depends}")
+            raise TypeError("The number of items is not known: what gives them has no len().")
         return self._length
 
     @public_api
@@ -154,7 +153,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         there, items = left.leave_out(n) if self.gives_lists else (sum(1 for _ in islice(left, n)),) * 2
         self._unused_call = ""
         if self._length is not None:
-            self._length -= items
+            self._length = len(left) if self.gives_lists else self._length - items
         return there, items
 
     def close(self) -> None:

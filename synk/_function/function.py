@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
-from itertools import chain, count
+from itertools import count
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,9 +27,9 @@ from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site, site_of
 from .._call.several import Call, start_calls
 from .._call.spec import FunctionSpec, Repeat, with_then
-from .._data.minibatches import Minibatches, behind_bar
+from .._data.minibatches import Loop, Minibatches, loop_begun_by
 from .._data.prefetch import Prefetch, Stopped
-from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, due_call, launch, warn_of_keys
+from .._loops.iterate import LEAVES_OUT, Batches, check_batches, due_call, launch, warn_of_keys
 from .._loops.per_launch import CallLists, launch_list, small_lists
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
@@ -63,7 +63,8 @@ class Function:
         self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
         self._spec, self._binder = spec, binder
         self._plans, self._probe_plans = PlanCache(), PlanCache()
-        self._orders: set[Minibatches] = set()
+        # The newest loop in each order of rows.
+        self._orders: dict[Minibatches, Loop] = {}
         # Told how many calls of a loop have run, it returns how many may run now before something else must.
         self._pace: Callable[[int], int] = lambda ran: sys.maxsize
         update_wrapper(self, spec.fn, updated=())
@@ -176,6 +177,8 @@ class Function:
           MemoryError: memory does not do.
         """
         options = CallOptions(batch, batch_s, num_slices, output_subset)
+        if batch is not None:
+            self._note_order(batch)
         bound = self._bind(args, kwargs, options)
         if is_traced() or any(map(is_tracer_type, map(type, bound.leaves))):
             return compose(self._site_in(current_group()), bound, options)
@@ -214,7 +217,7 @@ class Function:
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
-        per_launch: int = 1,
+        per_launch: int | None = None,
         **kwargs: Any,
     ) -> Prefetch[Any, Any]:
         """Call the function for each batch; the next batches are picked and sent while a call runs.
@@ -231,18 +234,18 @@ class Function:
             when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
-          per_launch: how many calls a program runs at most. Above 1 the iterator gives lists of results, and the
-            loop's body runs once a list. A list ends where an epoch of `synk.minibatches` does, and before a batch of
-            another size or an error. Results are those of single calls, bit for bit. For small steps, whose launch
-            takes longer than their arithmetic; 16 is plenty, and a program of more takes longer to compile. All
-            batches of a list are asked for before it runs, also with `prefetch=0`, so what gives them sees variables
-            as they were before the list. What a program cannot repeat is launched call by call, in the same lists:
-            `f.explain(...).per_launch` says why.
+          per_launch: how many results a list has; by default the iterator gives results. The loop's body runs once a
+            list, which is shorter where an epoch of `synk.minibatches` or `batches` end, and before an error. In a list
+            3 or more batches of one size, one after the other, run in one program, with the bits of single calls. For
+            small steps, whose launch takes longer than their arithmetic; 16 is plenty, and a program of more takes
+            longer to compile. All batches of a list are asked for before it runs, also with `prefetch=0`, so what gives
+            them sees variables as they were before the list. What a program cannot repeat is launched call by call, in
+            the same lists: `f.explain(...).per_launch` says why.
           **kwargs: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as there are batches. The `len` of lists is known for
-          `synk.minibatches`. Leaving the loop drops the batches that were taken early.
+          An iterator of the results, or of lists of them, in order, with a `len` if `batches` has one. Leaving the loop
+          drops the batches that were taken early.
 
         Errors are those of a call, raised when the loop reaches that batch.
 
@@ -257,7 +260,6 @@ class Function:
           [[1, 5], [9]]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        checked_integer(per_launch, f"{self.name}.iterate: per_launch", 1)
         rows = self._batches("iterate", (args, kwargs), batches, options)
         return self._loop("iterate", batches, rows, prefetch, options, per_launch)
 
@@ -280,7 +282,7 @@ class Function:
         group._refuse_if_absent(name)
         if member == "iterate":
             warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_all_batches))")
-        return check_batches(self._spec, bound, options, group, name, batches)
+        return check_batches(self._spec, bound, options, group, name, batches, self._note_order)
 
     def _items(self, member: Literal["stream", "over"], options: CallOptions) -> Items:
         """Return what makes the calls of a loop over a loader."""
@@ -297,21 +299,22 @@ class Function:
         items: Batches | Items,
         prefetch: int,
         options: CallOptions,
-        per_launch: int,
+        per_launch: int | None,
     ) -> Prefetch[Any, Any]:
         """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early; with
-        `per_launch` above 1 the calls of a list."""
+        `per_launch` the calls of a list."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        calls, numbers = chain(self._check_order(source), items.calls(source)), count()
-        if per_launch == 1:
+        calls, numbers = iter(items.calls(source)), count()
+        if per_launch is None:
             run = partial(launch, self._launch, options, numbers)
             loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
-            items.hold.waiting = [loop.waiting]
+            items.hold.waiting = loop.waiting, []
             return loop
-        lists, due = CallLists(items, calls, source, per_launch), partial(due_call, options, numbers)
+        most = checked_integer(per_launch, f"{self.name}.{member}: per_launch", 1)
+        lists, due = CallLists(items, calls, source, most), partial(due_call, options, numbers)
         run = partial(launch_list, lists, self._launch, self._launch_several, due, self._pace)
         loop = Prefetch(lists, lists, run, prefetch, name, refuse)
-        items.hold.waiting = [lists.collected, loop.waiting]
+        items.hold.waiting = lists.collected, loop.waiting
         return loop
 
     def _launch_several(self, calls: Sequence[Call], repeat: Repeat) -> list[PyTree]:
@@ -328,18 +331,18 @@ class Function:
                 raise Stopped(results, FloatingPointError(self._not_finite(*calls[len(results)])))
             return results
 
-    def _check_order(self, source: Iterable[Any]) -> Iterator[LoopCall]:
-        """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop; yield none."""
-        order = behind_bar(source)
-        if isinstance(order, Minibatches) and order.shuffle:
-            plans = [made() for made, *_ in [*self._plans.compiled]]
-            if order in self._orders and any(plan.updates for plan in plans if plan is not None):
-                warn(
-                    f"{self.name}: this loop has the batches of an earlier one, in the same order. For each epoch give "
-                    f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
-                )
-            self._orders.add(order)
-        yield from ()
+    def _note_order(self, batch: Any) -> None:
+        """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop."""
+        loop = loop_begun_by(batch)
+        if loop is None or self._orders.get(loop.order) is loop:
+            return
+        plans = [made() for made, *_ in [*self._plans.compiled]]
+        if loop.order in self._orders and any(plan.updates for plan in plans if plan is not None):
+            warn(
+                f"{self.name}: this loop has the batches of an earlier one, in the same order. For each epoch give "
+                f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
+            )
+        self._orders[loop.order] = loop
 
     @public_api
     def stream(
@@ -349,7 +352,7 @@ class Function:
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
-        per_launch: int = 1,
+        per_launch: int | None = None,
     ) -> Prefetch[Any, Any]:
         """Call the function for each item of a loader; the next items are taken and sent while a call runs.
 
@@ -364,11 +367,11 @@ class Function:
           prefetch: how many items to take early. With 0, an item is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
-          per_launch: as of `iterate`; lists end before an item of another size.
+          per_launch: as of `iterate`.
 
         Returns:
-          An iterator of the results, in order; it has as many as the source says. Leaving the loop drops the items that
-          were taken early: for n items of a longer source, `itertools.islice(source, n)`.
+          An iterator of the results, or of lists of them, in order, with a `len` if the source has one. Leaving the
+          loop drops the items that were taken early: for n items of a longer source, `itertools.islice(source, n)`.
 
         Raises:
           TypeError: the source is not iterable.
@@ -383,7 +386,6 @@ class Function:
           [6.0, 6.0, 3.0]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        checked_integer(per_launch, f"{self.name}.stream: per_launch", 1)
         return self._loop("stream", source, self._items("stream", options), prefetch, options, per_launch)
 
     @public_api
@@ -449,10 +451,9 @@ class Function:
         else:
             items = self._items("over", options)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
-        lists, due = small_lists(items, iter(items.calls(loop)), loop), partial(due_call, options, count())
+        (most, lists), due = small_lists(items, loop), partial(due_call, options, count())
         for these in lists:
-            calls = [due(call) for call in these.calls]
-            most = lists.most if these.is_usual or len(calls) > 1 else 1
+            calls = [due(call) for call in these]
             total.add(calls, Repeat(most, ()))
             # While the source makes the next batch, memory need not hold this one.
             del these, calls

@@ -1,13 +1,12 @@
 """Iterate: pick the rows of each batch, send them while the call before runs, and call a function with them."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from copy import deepcopy
 from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
-import numpy as np
 
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow, too_large
@@ -139,10 +138,6 @@ class Picker:
         is_there = all(is_in_memory(source_of(x) if isinstance(x, Data) else x) for x in leaves if hasattr(x, "shape"))
         return LoopCall(call.arguments, _kept(call.batch)) if is_alone and is_there else self.take_early(call)
 
-    def rows_of(self, call: LoopCall) -> int | None:
-        """Return how many rows a call picks, unchecked."""
-        return rows_picked(call.batch, [call.arguments.leaves[self._spec.scattered[i]] for i in self.picked])
-
     def _pick(self, arguments: BoundArguments, batch: Any) -> LoopCall:
         """Put the rows of a batch in the place of the arguments that they are picked from."""
         start, name, at = perf_counter(), self._function.name, 0
@@ -211,9 +206,15 @@ class Batches:
     """
 
     def __init__(
-        self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str
+        self,
+        function: FunctionSpec,
+        bound: BoundArguments,
+        options: CallOptions,
+        group: Group,
+        name: str,
+        note_order: Callable[[Any], None],
     ) -> None:
-        self._name, self._stats = name, function.stats
+        self._name, self._stats, self._note_order = name, function.stats, note_order
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
         self._bound, _ = recognised(with_numbers, function.name, group)
@@ -225,6 +226,7 @@ class Batches:
         hold = self.hold
         try:
             for batch in Timed(batches, self._stats):
+                self._note_order(batch)
                 arguments = self._bound
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
@@ -248,10 +250,6 @@ class Batches:
         # The owner of a value of `synk.each` may write the following one there.
         values = {i: copied(call.arguments.leaves[i]) for i in self._values}
         return LoopCall(_with_values(call.arguments, values), call.batch)
-
-    def rows_of(self, call: LoopCall) -> int | None:
-        """Return how many rows a call picks, unchecked."""
-        return self.picker.rows_of(call)
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
@@ -290,12 +288,18 @@ class Timed(Iterator[T]):
 
 
 def check_batches(
-    function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Any
+    function: FunctionSpec,
+    bound: BoundArguments,
+    options: CallOptions,
+    group: Group,
+    name: str,
+    batches: Any,
+    note_order: Callable[[Any], None],
 ) -> Batches:
-    """Check the arguments of a loop over batches, and return what makes its calls."""
+    """Check the arguments of a loop over batches, and return what makes its calls; `note_order` is told each batch."""
     check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
     bound = bound._replace(leaves=_values_left(batches, bound, name))
-    rows = Batches(function, bound, options, group, name)
+    rows = Batches(function, bound, options, group, name, note_order)
     if not rows.picker.picked:
         raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
     return rows
@@ -333,22 +337,6 @@ def launch(
 def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
     """Return arguments and options of a call that is due."""
     return call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers))
-
-
-def rows_picked(batch: Any, leaves: Sequence[Any]) -> int | None:
-    """Return how many rows a batch picks from leaves, unchecked; 0 for rows of this process alone, since all processes
-    cut the same lists, and None for what the call refuses."""
-    if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
-        return 0
-    try:
-        if batch is None:
-            return len(leaves[0]) if leaves else 0
-        if isinstance(batch, slice):
-            return len(range(*batch.indices(len(leaves[0]))))
-        index = np.asarray(batch)
-        return int(index) if index.ndim == 0 else int(index.sum()) if index.dtype == bool else len(index)
-    except (TypeError, ValueError):
-        return None
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:

@@ -1,9 +1,9 @@
-"""Per launch: several batches of a loop in one program."""
+"""Per launch: lists of consecutive calls of a loop, of which those of one kind run in one program."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from itertools import chain, islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._base.pytree import PyTree, as_data
 from .._call.binding import BoundArguments, CallOptions
@@ -19,30 +19,12 @@ from .stream import Items
 MOST, SMALL = 16, 1 << 22
 
 
-class CallList(NamedTuple):
-    """Consecutive calls of a loop that have as many rows.
-
-    Attributes:
-      calls: the calls.
-      is_usual: whether they have as many rows as the first call of the loop.
-    """
-
-    calls: list[LoopCall]
-    is_usual: bool
-
-    @property
-    def leaves(self) -> list[Any]:
-        """Return the leaves of the arguments of all calls."""
-        return [leaf for call in self.calls for leaf in call.leaves]
-
-
-class CallLists(Iterator[CallList]):
-    """The calls of a loop in lists, each to be run by one launch. A list ends where an epoch does.
+class CallLists(Iterator[list[LoopCall]]):
+    """The calls of a loop in lists, each of as many calls as may be. A list ends where an epoch does.
 
     Attributes:
       most: how many calls a list has at most.
       collected: the calls of a list whose next call is asked for.
-      is_alone: whether no code of the user's runs then.
       repeats: whether a program can run several calls in a row, as far as it is known.
     """
 
@@ -51,84 +33,82 @@ class CallLists(Iterator[CallList]):
     def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
         """Take the calls that `items` makes of `source`, up to `most` a list."""
         self.items, self._calls, self.collected, order = items, calls, list[LoopCall](), behind_bar(source)
+        self._epoch, self._at = (order.per_epoch, order.start) if isinstance(order, Minibatches) else (None, 0)
         # A program costs as much to compile as it may have calls.
-        known = order.per_epoch if isinstance(order, Minibatches) else length(order)
-        self.most = min(most, known or most)
-        self.is_alone = isinstance(order, Minibatches | list | tuple)
-        self._order = order if isinstance(order, Minibatches) else None
-        self._at = 0 if self._order is None else self._order.start
-        self._usual: int | None = None
-        # The first call behind the newest list, or the error that came in its place.
-        self._next: LoopCall | None = None
+        self.most = min(most, self._epoch or length(order) or most)
+        # Whether no code of the user's runs when the next call is asked for.
+        self._is_alone, self._left = _is_alone(source), length(order)
+        # The error that came in the place of the next call.
         self._error: BaseException | None = None
 
     def __len__(self) -> int:
-        """Return how many lists are left, if sizes of batches are known."""
-        order = self._order
-        if order is None:
-            raise TypeError("The number of lists is not known: it depends on the rows of batches.")
-        full, has_short = order.rows // order.batch_size, order.per_epoch > order.rows // order.batch_size
-        epoch, done = divmod(self._at, order.per_epoch)
-        left, of_epoch = (-(-batches // self.most) + has_short for batches in (full - done, full))
-        return left + (order.epochs - epoch - 1) * of_epoch
+        """Return how many lists are left, if the number of calls is known."""
+        if self._left is None:
+            raise TypeError("The number of lists is not known: what gives their items has no len().")
+        epoch = self._epoch or self._left or 1
+        first = min(self._left, epoch - self._at % epoch)
+        return -(-first // self.most) + (self._left - first) // epoch * -(-epoch // self.most)
 
-    def leave_out(self, n: int) -> tuple[int, int]:
-        """Leave out the first n calls. Return how many of them there were, and how many lists they make."""
-        before, lists = self._at, 0
-        with suppress(StopIteration):
-            while (left := n - (self._at - before)) > 0:
-                self._take(min(self.most, left), lambda call: call)
-                lists += 1
-        return self._at - before, lists
-
-    def peek(self) -> LoopCall | None:
-        """Return the next call, which stays; None if there is none."""
-        self._next = self._next or next(self._calls, None)
-        return self._next
-
-    def __next__(self) -> CallList:
-        return self._take(self.most, lambda call: self.items.keep(call, self.is_alone))
-
-    def _take(self, most: int, keep: Callable[[LoopCall], LoopCall]) -> CallList:
-        """Take the next list of up to `most` calls; `keep` makes one ready to wait while the next one is asked for."""
+    def __next__(self) -> list[LoopCall]:
         if self._error is not None:
             raise self._error
-        taken, self._next = self._next or next(self._calls), None
-        calls, rows = self.collected, self.items.rows_of(taken)
-        self._usual = rows if self._usual is None else self._usual
         try:
-            while not calls or self.items.rows_of(taken) == rows:
+            for _ in range(self._room):
                 # The source may make the next item where this one lies.
-                calls.append(keep(taken) if most > 1 else taken)
-                self._at += 1
-                if len(calls) == most or (self._order and self._at % self._order.per_epoch == 0):
-                    break
-                taken = next(self._calls)
-            else:
-                self._next = taken
+                self.collected.append(self.items.keep(next(self._calls), self._is_alone))
         except Exception as error:
-            if not calls:
+            if not self.collected:
                 raise
             # It comes behind the results of these calls.
             self._error = error
         finally:
-            these = CallList([*calls], rows == self._usual)
-            calls.clear()
-        return these
+            calls = [*self.collected]
+            self.collected.clear()
+        self._at += len(calls)
+        return calls
+
+    @property
+    def _room(self) -> int:
+        """Return how many calls the next list has at most."""
+        return self.most if self._epoch is None else min(self.most, self._epoch - self._at % self._epoch)
+
+    def leave_out(self, n: int) -> tuple[int, int]:
+        """Leave out the first n calls. Return how many of them there were, and how many lists they make."""
+        there = lists = 0
+        while there < n and (taken := sum(1 for _ in islice(self._calls, min(n - there, self._room)))):
+            there, lists, self._at = there + taken, lists + 1, self._at + taken
+        self._left = None if self._left is None else self._left - there
+        return there, lists
 
 
-def small_lists(items: Batches | Items, calls: Iterator[LoopCall], source: Any) -> CallLists:
-    """Put the calls of a loop in lists, if they are of few bytes and no code of the user's runs between them."""
-    lists = CallLists(items, calls, source, MOST)
-    first = lists.peek() if lists.is_alone else None
-    if first is None or items.own(first.arguments):
-        lists.most = 1
-    else:
-        spec, leaves = first.arguments.spec, first.leaves
-        each = [as_data(leaves[i]) for i in spec.scattered]
-        size = sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in each if hasattr(leaf, "dtype"))
-        lists.most = max(1, min(lists.most, SMALL // max(1, size * (items.rows_of(first) or 1))))
-    return lists
+def small_lists(items: Batches | Items, source: Any) -> tuple[int, Iterator[Sequence[LoopCall]]]:
+    """Put the calls of `f.over` in lists, if they are of few bytes and no code of the user's runs between them.
+
+    Returns:
+      How many calls a list has at most, and the lists.
+    """
+    calls, order = iter(items.calls(source)), behind_bar(source)
+    first = next(calls, None) if _is_alone(source) else None
+    if first is not None:
+        calls = chain([first], calls)
+        each = [as_data(first.leaves[i]) for i in first.arguments.spec.scattered]
+        # Batches in a list may pick all rows.
+        rows = [order.batch_size] if isinstance(order, Minibatches) else []
+        shapes = [(leaf, [*rows, *leaf.shape[len(rows) :]]) for leaf in each if hasattr(leaf, "dtype")]
+        most = min(MOST, SMALL // max(1, sum(prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)))
+        if most > 1 and not items.own(first.arguments):
+            lists = CallLists(items, calls, source, most)
+            return lists.most, lists
+    return 1, map(_alone, calls)
+
+
+def _is_alone(source: Any) -> bool:
+    """Tell whether no code of the user's runs when a source is asked for its next item."""
+    return isinstance(behind_bar(source), Minibatches | list | tuple)
+
+
+def _alone(call: LoopCall) -> list[LoopCall]:
+    return [call]
 
 
 def launch_list(
@@ -137,7 +117,7 @@ def launch_list(
     several: Callable[[Sequence[Call], Repeat], list[PyTree]],
     due: Callable[[LoopCall], Call],
     pace: Callable[[int], int],
-    these: CallList,
+    these: Sequence[LoopCall],
 ) -> list[PyTree]:
     """Launch the calls of a list, as many in a row as may be, and return their results.
 
@@ -146,10 +126,10 @@ def launch_list(
     """
     results: list[PyTree] = []
     try:
-        calls, room = [due(call) for call in these.calls], pace(0)
+        calls, room = [due(call) for call in these], pace(0)
         while left := calls[len(results) :][:room]:
             new: list[PyTree] = []
-            if lists.repeats and (these.is_usual or len(left) > 1):
+            if lists.repeats:
                 try:
                     new = several(left, Repeat(lists.most, lists.items.own(left[0][0])))
                 except RunsAlone as alone:

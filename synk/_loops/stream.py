@@ -11,7 +11,7 @@ from .._data.dataset import Hold
 from .._data.prefetch import check_iterable
 from .._data.sources import copied
 from .._runtime.group import Group
-from .iterate import LoopCall, PerBatch, Picker, Timed, recognised, rows_picked, warn_of_keys
+from .iterate import LoopCall, PerBatch, Picker, Timed, recognised, warn_of_keys
 
 
 class Items:
@@ -44,10 +44,6 @@ class Items:
                     f"Put the value itself into each item."
                 )
         return LoopCall(bound)
-
-    def rows_of(self, call: LoopCall) -> int | None:
-        """Return how many rows an item brings, unchecked."""
-        return rows_picked(None, [call.arguments.leaves[i] for i in call.arguments.spec.scattered])
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""

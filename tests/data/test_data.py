@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -326,6 +327,28 @@ def test_threads_that_make_and_write_data(four):
             assert_same(rows(data), x)
     finally:
         ends.set()
+
+
+def test_threads_that_begin_loops_while_data_is_written(four):
+    """No write fails."""
+    data, ends, interval, loops = synk.data(np.zeros(8)), threading.Event(), sys.getswitchinterval(), []
+
+    def begin():
+        while not ends.is_set():
+            loops.append(rows.iterate(data, batches=[4]))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        while len(loops) < 200:
+            data[0] = len(loops)
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        thread.join()
+        for loop in loops:
+            loop.close()
 
 
 def test_what_profiles_call_a_program_of_synks_own(monkeypatch):

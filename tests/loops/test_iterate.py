@@ -540,24 +540,24 @@ def test_one_key_for_all_batches_warns(key):
         assert len(list(f.stream([(x, one), (x, key(1)), (x[:2], key(2))]))) == 3
 
 
-def loops_of(make):
-    """Make what goes through batches of 8 rows, and updates variables or not; and its name in messages."""
-    x = numbers(8)
+def loops_of(make, by="iterate"):
+    """Make what goes through batches of 8 rows, and updates variables or not; its name in messages is f."""
+    x, w = numbers(8), synk.shared(np.float32(2))
     if make == "function":
-        w = synk.shared(np.float32(0))
         f = synk.function(lambda x: x.sum(), name="f").then(lambda total: setattr(w, "value", w.value + total))
-        return lambda batches: list(f.iterate(x, batches=batches))
-    if make == "update in fn":
-        w = synk.shared(np.float32(0))
+    elif make == "update in fn":
         f = synk.function(lambda x: setattr(w, "value", w.value + x.sum()), name="f")
-        return lambda batches: list(f.iterate(x, batches=batches))
-    if make == "reads":
-        w = synk.shared(np.float32(2))
+    elif make == "reads":
         f = synk.function(lambda x: x.sum() * w.value, name="f")
-        return lambda batches: list(f.iterate(x, batches=batches))
-    kind = {"step": synk.train.step, "local": synk.train.local_steps}[make]
-    step = kind(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), name="f")
-    return lambda batches: list(step.iterate(x, batches=batches))
+    else:
+        kind = {"step": synk.train.step, "local": synk.train.local_steps}[make]
+        f = kind(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), name="f")
+    if by == "calls":
+        return lambda batches: [f(x, batch=batch) for batch in batches]
+    return lambda batches: list(f.iterate(x, batches=batches))
+
+
+by_loops_or_calls = pytest.mark.parametrize("by", ["iterate", "calls"])
 
 
 def orders(bar=lambda batches: batches, **options):
@@ -568,11 +568,12 @@ def orders(bar=lambda batches: batches, **options):
 @pytest.mark.parametrize("group", first_of(("devices", 2), ("devices", 1), ("simulated", 3)))
 @pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
 @pytest.mark.parametrize("make", ["function", "update in fn", "step", "local"])
-def test_an_epoch_that_repeats_the_last_one_warns(group, make, bar):
+@by_loops_or_calls
+def test_an_epoch_that_repeats_the_last_one_warns(group, make, bar, by):
     """It has the batches of the epoch before in the same order; a warning says so at the loop, once a place."""
     with group_of(*group), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        loop = loops_of(make)
+        loop = loops_of(make, by)
         for batches in [*orders(bar), *orders(bar, seed=1)]:
             loop(batches)
     [warning] = caught
@@ -582,18 +583,31 @@ def test_an_epoch_that_repeats_the_last_one_warns(group, make, bar):
 
 
 @pytest.mark.parametrize("make", ["function", "step", "local", "reads"])
-def test_other_epochs_do_not_warn(make):
+@by_loops_or_calls
+def test_other_epochs_do_not_warn(make, by):
     """Other seeds, no shuffling, one loop of all epochs, what goes on after a start, what updates nothing, and what
     has not begun."""
-    loop = loops_of(make)
+    loop = loops_of(make, by)
     for batches in [*(synk.minibatches(8, 3, seed=epoch) for epoch in range(3)), *orders(shuffle=False)]:
         loop(batches)
     loop(synk.minibatches(8, 3, seed=7, epochs=3))
     loop(synk.minibatches(8, 3, seed=7, epochs=3, start=4))
-    loops_of(make)(synk.minibatches(8, 3))
+    loops_of(make, by)(synk.minibatches(8, 3))
     if make == "reads":
         for batches in orders():
             loop(batches)
+
+
+def test_several_calls_for_a_batch_repeat_nothing():
+    """Two of one step, of a generator and its judge, and of one loop's batches that are kept."""
+    x, (one, other) = numbers(8), (synk.shared(np.float32(0)) for _ in range(2))
+    steps = [
+        synk.function(lambda x, w=w: setattr(w, "value", w.value + x.sum()), inputs=["x"]) for w in (one, one, other)
+    ]
+    batches = [*synk.minibatches(8, 3)]
+    for batch in 2 * batches:
+        for step in [*steps, *steps]:
+            step(x, batch=batch)
 
 
 def test_a_loop_that_has_not_begun_repeats_nothing():

@@ -3,6 +3,7 @@
 Each program here is run one by one first.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -119,7 +120,7 @@ def run(make, k, batches, x=X, rates=None, **options):
     step, variables = make(**options)
     rate = 0.5 if rates is None else synk.each(rates)
     results = [*step.iterate(x, rate, batches=batches, per_launch=k)]
-    return seen(step, variables, results if k == 1 else flat(results))
+    return seen(step, variables, results if k is None else flat(results))
 
 
 @of_k
@@ -130,7 +131,7 @@ def test_same_bits(make, size, k):
     """Results, values on each replica, calls and rows of single calls: even and uneven rows, and shorter last ones."""
     batches = synk.minibatches(50, size, epochs=2)
     rates = np.linspace(0.1, 1, len(batches))
-    assert_same(run(make, k, batches, rates=rates), run(make, 1, batches, rates=rates))
+    assert_same(run(make, k, batches, rates=rates), run(make, None, batches, rates=rates))
 
 
 @in_groups
@@ -139,20 +140,69 @@ def test_same_bits(make, size, k):
 def test_every_place(place, shuffle):
     """Rows from the host and on the devices, by runs and by index, with prefetch and without."""
     batches = synk.minibatches(50, 6, shuffle=shuffle)
-    wanted = run(momentum, 1, batches)
+    wanted = run(momentum, None, batches)
     assert_same(run(momentum, 4, batches, synk.data(X, place=place)), wanted)
 
 
-def test_lists_end_with_epochs_and_other_sizes():
-    step, _ = momentum()
-    lists = step.iterate(X, 0.1, batches=synk.minibatches(50, 8, epochs=2), per_launch=4)
-    assert len(lists) == 6  # 4, 2 and the short one, twice
-    assert [len(results) for results in lists] == [4, 2, 1, 4, 2, 1]
-    sizes = [4, 4, 2, 2, 2, 4]
-    lists = step.iterate(X, 0.1, batches=iter(sizes), per_launch=2)
-    with pytest.raises(TypeError, match="number of items is not known"):
-        len(lists)
-    assert [len(results) for results in lists] == [2, 2, 1, 1]
+SIZES = [4, 4, 4, 2, 4, 4, 4, 2, 2, 4, 4, 4, 4, 4, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("batches", "k", "lengths"),
+    [
+        (synk.minibatches(50, 8, epochs=2), 4, [4, 3, 4, 3]),
+        (Bar(synk.minibatches(50, 8, epochs=2, start=3)), 3, [3, 1, 3, 3, 1]),
+        (SIZES, 9, [9, 8]),
+        (iter(SIZES), 9, [9, 8]),
+        ([4, 2], 1, [1, 1]),
+        ([], 3, []),
+    ],
+)
+def test_a_list_is_k_items(batches, k, lengths):
+    """Of whatever sizes, and fewer at the end of an epoch or of the source; `len` is known if that of the source is."""
+    step, _ = plain()
+    lists = step.iterate(X, 1.0, batches=batches, per_launch=k)
+    if isinstance(batches, Iterator):
+        with pytest.raises(TypeError, match="number of items is not known"):
+            len(lists)
+    else:
+        assert len(lists) == len(lengths)
+    assert [len(results) for results in lists] == lengths
+
+
+@in_groups
+@pytest.mark.parametrize("make", slow_but(PROGRAMS[:1], PROGRAMS))
+def test_same_bits_of_lists_of_several_sizes(make):
+    batches = [np.random.default_rng(i).permutation(50)[:size] for i, size in enumerate(SIZES)]
+    wanted = run(make, None, batches, rates=range(len(SIZES)))
+    for k in (5, 9):
+        assert_same(run(make, k, batches, rates=range(len(SIZES))), wanted)
+
+
+@on_two_or_one
+def test_three_items_of_one_size_or_more_are_one_launch(monkeypatch):
+    """Fewer run alone. So there are at most two programs a size."""
+    launched, launch = [], Program.launch
+    monkeypatch.setattr(Program, "launch", lambda self, *args: launched.append(self.name) or launch(self, *args))
+    step, _ = plain()
+    flat(step.iterate(X, 1.0, batches=SIZES, per_launch=9))
+    assert len(launched) == 5 + 2  # 444 2 444 2 2, 44444 222
+    assert step.stats.compilations == 3
+
+
+def test_nothing_is_asked_for_early_but_the_items_of_a_list():
+    """So the state of a loader is that of the calls."""
+    asked = []
+
+    def loader():
+        for size in SIZES:
+            asked.append(size)
+            yield X[:size], 1.0
+
+    step, _ = plain()
+    for _ in step.stream(loader(), prefetch=0, per_launch=4):
+        assert len(asked) == step.stats.calls
+    assert asked == SIZES
 
 
 @pytest.mark.parametrize("start", range(15))
@@ -166,12 +216,10 @@ def test_length_from_any_start(start):
 
 @in_groups
 def test_one_program_for_full_and_short_lists():
-    """It is compiled once; a batch of another size is a call of its own."""
+    """It is compiled once."""
     step, _ = momentum()
-    flat(step.iterate(X, 0.1, batches=synk.minibatches(48, 8, epochs=2), per_launch=4))
+    flat(step.iterate(X, 0.1, batches=synk.minibatches(48, 6, epochs=2), per_launch=5))
     assert step.stats.compilations == 1
-    flat(step.iterate(X, 0.1, batches=synk.minibatches(50, 8, epochs=2), per_launch=4))
-    assert step.stats.compilations == 2
 
 
 @in_groups
@@ -233,7 +281,7 @@ def test_keys_of_each_batch(k):
             *noisy.iterate(X, synk.each(keys), synk.each(raw), values, batches=synk.minibatches(50, 6), per_launch=k)
         ]
 
-    assert_same(flat(results(k)), results(1))
+    assert_same(flat(results(k)), results(None))
 
 
 @in_groups
@@ -248,11 +296,11 @@ def test_nan_stops_at_its_batch(at):
         results, loop = [], step.iterate(x, 0.1, batches=synk.minibatches(50, 5, shuffle=False), per_launch=k)
         with pytest.raises(FloatingPointError) as raised:
             for result in loop:
-                results += [result] if k == 1 else result
+                results += [result] if k is None else result
         assert next(loop, None) is None
         return [*seen(step, variables, results), str(raised.value)]
 
-    assert_same(until(4), until(1))
+    assert_same(until(4), until(None))
 
 
 @in_groups
@@ -265,10 +313,10 @@ def test_errors_come_at_their_batch(batches):
         results, loop = [], step.iterate(X, 0.1, batches=batches, per_launch=k)
         with pytest.raises((IndexError, TypeError)) as raised:
             for result in loop:
-                results += [result] if k == 1 else result
+                results += [result] if k is None else result
         return [*seen(step, variables, results), str(raised.value)]
 
-    assert_same(until(4), until(1))
+    assert_same(until(4), until(None))
 
 
 @in_groups
@@ -383,9 +431,9 @@ def test_training_steps(options):
             **options,
         )
         results = [*step.iterate(X, batches=synk.minibatches(50, 8, epochs=2), per_launch=k)]
-        return seen(step, step.variables.values(), results if k == 1 else flat(results))
+        return seen(step, step.variables.values(), results if k is None else flat(results))
 
-    assert_same(trained(5), trained(1))
+    assert_same(trained(5), trained(None))
 
 
 @in_groups
@@ -416,12 +464,12 @@ def test_local_steps(every):
         )  # fmt: skip
         results = [*steps.iterate(X, batches=synk.minibatches(50, 8, epochs=2), per_launch=k)]
         return [
-            *seen(steps.function, steps.variables.values(), results if k == 1 else flat(results)),
+            *seen(steps.function, steps.variables.values(), results if k is None else flat(results)),
             told,
             steps.steps,
         ]
 
-    assert_same(trained(4), trained(1))
+    assert_same(trained(4), trained(None))
 
 
 def test_resume_counts_batches(tmp_path):
@@ -441,10 +489,46 @@ def test_resume_counts_batches(tmp_path):
                 break
         return items.done, [jax.tree.map(np.asarray, w.value) for w in variables]
 
-    assert until(3, 4)[0] == 4 + 3  # the first list of the second epoch had begun
+    assert until(2, 4)[0] == 4 + 3  # the first list of the second epoch had begun
     done, values = until(None, 4)
     assert done == 14
-    assert_same(values, until(None, 1)[1])
+    assert_same(values, until(None, None)[1])
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_resume_with_a_loader_that_has_a_state(tmp_path, k):
+    """The state that a save keeps is that of the items done, whatever sizes they have: no row is lost."""
+
+    def until(stop):
+        synk.close()
+        synk.simulate(2)
+        taken, count = 0, synk.shared(np.zeros(20, np.int32))
+
+        def items():
+            nonlocal taken
+            for rows in synk.minibatches(20, 6, epochs=4, start=taken):
+                taken += 1
+                yield (rows,)
+
+        f = synk.function(lambda rows: jnp.zeros(20, jnp.int32).at[rows].add(1))
+        f.then(lambda new: setattr(count, "value", count.value + new))
+
+        def left(done, extra):
+            nonlocal taken
+            taken = extra or 0
+            assert taken == done
+            return f.stream(items(), prefetch=0, per_launch=k)
+
+        loop = synk.resume(left, {"count": count}, folder=tmp_path, save_every=1e-9, extra=lambda: taken)
+        for i, results in enumerate(loop):
+            assert len(results) == min(k, 16 - loop.done)
+            if i == stop:
+                break
+        return loop.done, np.asarray(count.value)
+
+    until(1)
+    done, count = until(None)
+    assert (done, count.tolist()) == (16, [4] * 20)
 
 
 def test_bad_numbers():
@@ -486,11 +570,11 @@ def test_same_bits_of_small_programs(columns):
         step = synk.function(lambda x: x.sum())
         step.then(lambda s: setattr(w, "value", w.value * 0.9 + s * 0.1))
         loops = [f.iterate(x, batches=synk.minibatches(37, 5), per_launch=k) for f in (step, square)]
-        values = [result for loop in loops for result in (loop if k == 1 else flat(loop))]
+        values = [result for loop in loops for result in (loop if k is None else flat(loop))]
         return [np.asarray(value) for value in [*filter(lambda v: v is not None, values), w.value]]
 
     for k in (3, 16):
-        assert_same(results(k), results(1))
+        assert_same(results(k), results(None))
 
 
 @on_two_or_one
@@ -506,7 +590,7 @@ def test_a_refused_first_batch_changes_nothing():
     x = np.ones(8, np.float32)
     x[1] = -1
     messages = []
-    for k in (1, 4):
+    for k in (None, 4):
         with pytest.raises(FloatingPointError) as raised:
             flat(f.iterate(x, batches=[4, 4], per_launch=k))
         messages.append(str(raised.value))
@@ -531,10 +615,10 @@ def test_integers_that_do_not_fit(form):
         results = []
         with pytest.raises(ValueError, match=r"f: argument") as raised:
             for result in f.iterate(x, synk.each(rates), batches=synk.minibatches(40, 4, shuffle=False), per_launch=k):
-                results += [result] if k == 1 else result
+                results += [result] if k is None else result
         return [[int(r) for r in results], str(raised.value)]
 
-    one = until(1)
+    one = until(None)
     assert len(one[0]) == 5
     for k in (3, 16):
         assert until(k) == one
@@ -544,9 +628,9 @@ def test_integers_that_do_not_fit(form):
 def test_weak_results_stay_weak():
     """A number that is handed through takes the dtype of what it meets, as that of a single call does."""
     f = synk.function(lambda x, rate: (x.sum(), rate), ["x"], ("sum", "same"))
-    for k in (1, 3):
+    for k in (None, 3):
         loop = f.stream([(X[:4], 0.5)] * 3, per_launch=k)
-        assert all(rate.weak_type for _, rate in (loop if k == 1 else flat(loop)))
+        assert all(rate.weak_type for _, rate in (loop if k is None else flat(loop)))
 
 
 def test_no_program_of_more_calls_than_there_are():
@@ -594,7 +678,7 @@ def history(seed, k):
             try:
                 loop = step.iterate(rows, rate, batches=batches, prefetch=int(rng.integers(3)), per_launch=k)
                 for result in loop:
-                    results += [result] if k == 1 else result
+                    results += [result] if k is None else result
             except (IndexError, FloatingPointError) as error:
                 done.append(str(error))
             done.append(seen(step, variables, results))
@@ -608,7 +692,7 @@ def history(seed, k):
 @pytest.mark.parametrize("seed", slow_but([0, 22], [*range(5), 22, 26]))
 def test_histories(seed):
     """Random loops, calls and writes, warm and after errors, leave the same behind."""
-    wanted = history(seed, 1)
+    wanted = history(seed, None)
     for k in (3, 16):
         assert_same(history(seed, k), wanted)
 
