@@ -14,7 +14,7 @@ from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import as_keys, fitting, key_of, named, narrow
 from .._base.refusals import refuse_use
 from .._runtime.dispatch import LOCK, uninterrupted
-from .._runtime.executable import relayout
+from .._runtime.executable import relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout
 from .first_rows import index_within, read_within, rows_shared, touched_rows
@@ -399,6 +399,16 @@ def resident(data: Data, group: Group) -> jax.Array:
 def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of what `resident` returns."""
     return data._home.abstract(group, data.shape, narrow(data._dtype))
+
+
+def is_written_behind(data: Data, group: Group) -> bool:
+    """Tell whether the array held was written to, and not by `data[i] = rows`, since its rows were sent to the devices.
+    """
+    if data._copy is None or data._group is not group or is_result(source_of(data)):
+        return False
+    copy, is_stacked = resident(data, group), data._home.layout == "stacked"
+    rows = ReplicaRows(group, copy, len(data))[:] if is_stacked else replica_to_host(group, copy, "replicated", 0, None)
+    return rows.tobytes() != np.asarray(data).astype(rows.dtype).tobytes()
 
 
 def is_result(source: Source) -> bool:
