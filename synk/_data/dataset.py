@@ -57,7 +57,7 @@ class Data:
 
     A `Data` holds the given array, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call
     that reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
-    write to the array itself goes unseen.
+    write to the array itself goes unseen; `f.check` finds it.
 
     Attributes:
       name: what messages call it.
@@ -402,8 +402,7 @@ def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
 
 
 def is_written_behind(data: Data, group: Group) -> bool:
-    """Tell whether the array held was written to, and not by `data[i] = rows`, since its rows were sent to the devices.
-    """
+    """Tell whether the array held was written to, but not by `data[i] = rows`, since its rows were sent to devices."""
     if data._copy is None or data._group is not group or is_result(source_of(data)):
         return False
     copy, is_stacked = resident(data, group), data._home.layout == "stacked"
