@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import LawError, SynkError, in_a_line, warn
+from .._base.errors import LawError, SynkError, in_a_line, listed, warn
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, evaluate
 from .._call.kinds import is_stale, prepare
@@ -99,9 +99,8 @@ def _warn_of_nan(runner: Runner, mapping: FunctionSpec, one: Outcome) -> None:
         values += update.variable._spec.storage.each_on_host(runner.serial.group, one.updates[update.variable])[0]
     nan = [name for name, value in zip(names, values, strict=True) if _is_nan(np.asarray(value))]
     if nan:
-        more = f" and {len(nan) - 3} more" if nan[3:] else ""
         warn(
-            f"{mapping.name}.check: {', '.join(nan[:3])}{more}: all NaN, serially and on the replicas, so nothing was "
+            f"{mapping.name}.check: {listed(nan)}: all NaN, serially and on the replicas, so nothing was "
             f"compared there. Check from finite values, such as those before the first step; {mapping.name}.blame "
             f"finds what makes the NaN."
         )
