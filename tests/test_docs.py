@@ -74,6 +74,21 @@ def test_every_public_name_has_a_place():
     assert sorted(placed) == sorted(public)
 
 
+# Words that people type into the search, and the page that answers.
+WORDS = {
+    "OOM": "guides/slices", "kfold": "guides/recipes", "grad_accum": "guides/recipes", "stencil": "guides/rows",
+    "halo": "guides/rows", "boundary": "guides/rows", "FSDP": "guides/larger_models", "crash": "guides/resume",
+    "Ctrl-C": "guides/resume", "L-BFGS": "guides/libraries", "NUTS": "guides/independent", "Fisher": "guides/libraries",
+    "straggler": "when_wrong", "SLURM array": "processes", "which loop": "guides/rows",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_finds_its_page(word):
+    """The page has the word that people type."""
+    assert word.lower() in (DOCS / f"{WORDS[word]}.md").read_text().lower()
+
+
 def test_every_page_is_in_the_menu():
     """And what the menu names is there."""
     named = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +38,11 @@ def shown(value: Any) -> str:
     arrays = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
     of_what = f" of {arrays[0]}" + (f" and {len(arrays) - 1} more" if arrays[1:] else "") if arrays else ""
     return f"a {type(value).__name__}{of_what}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 
 def in_a_line(error: Exception) -> str:

@@ -165,13 +165,15 @@ class Kept:
       accepts: the states of variables for which it was made.
       reached: returns the surroundings of its trace; None if only serial runs may take the plan, and once it is
         dropped. They refer to the function, which plans in a group must not.
+      values: of names with a number or an array, how many values have made such a plan, each after another one.
     """
 
-    __slots__ = ("__weakref__", "accepts", "plan", "reached")
+    __slots__ = ("__weakref__", "accepts", "plan", "reached", "values")
 
     def __init__(self, plan: Any, accepts: Mapping[Shared, tuple[AbstractState, ...]]) -> None:
         self.plan, self.accepts = plan, accepts
         self.reached: Callable[[], Reached | None] = lambda: None
+        self.values: dict[str, int] = {}
 
     def fits(self, site: "Site") -> bool:
         """Tell whether the state of each variable is one of those for which the plan was made."""
@@ -232,6 +234,7 @@ class PlanCache:
             entry = Kept(traced.finish(), traced.accepts)
             if isinstance(entry.plan, CallPlan):
                 self.compiled.append((ref(entry.plan), repr(group), key[0], WeakKeyDictionary(entry.accepts)))
+                entry.values = self._count_values(site.function.name, replaced)
         for each in (entry, *same):
             if not (is_afresh and each.reached() is None):
                 each.reached = ref(now)
@@ -242,6 +245,21 @@ class PlanCache:
         left = sorted([entry, *left], key=lambda each: each.reached() is None)
         self.kept(group, key, list, holds_function)[:] = left[:64]
         return entry.plan
+
+    def _count_values(self, function: str, replaced: set[Kept]) -> dict[str, int]:
+        """Count the values of each captured number for which plans were made, the newest in place of `replaced`.
+        Warn at the third."""
+        counts: dict[str, int] = {}
+        for each in [each for each in replaced if each in self._reached]:
+            new = {name: each.values.get(name, 1) + 1 for name in self._reached[each].names.new_numbers()}
+            counts |= each.values | new
+            for name in [name for name, count in new.items() if count == 3]:
+                warn(
+                    f"{function}: it compiles for the third time since the value of {name!r} has changed: what a "
+                    f'function captures is a constant of its program. Pass {name!r} as an argument, "broadcast" in '
+                    f"inputs=."
+                )
+        return counts
 
     def count_rows(self, name: str, rows: int) -> None:
         """Warn when calls of a third number of rows compile, each of which has a program of its own."""

@@ -1,13 +1,14 @@
 """Blame: which row makes the first number that is not finite, where it ran, and by which line."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._base.errors import listed
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.kinds import prepare
@@ -98,10 +99,14 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
         if rows is None or span is None:
             return Blame(after[0][0], probes=prober.probes) if after else None
-        first, last = (int(rows.numbers[row]) for row in span)
+        names = _outputs_not_finite(site, bound, options)
+        what, are = (listed(names), "are" if names[1:] else "is") if names else ("it", "is")
+        (first, last), line = (int(rows.numbers[row]) for row in span), prober.run_alone(range(span[0], span[1] + 1))[1]
         return Blame(
-            f"{function.name}: it is not finite, but no row by itself is to blame: rows {first} to {last} of the "
-            f"inputs are, taken together (statistics across rows, sums that overflow), or every one of them.",
+            f"{function.name}: {what} {are} not finite, but no row by itself is to blame: rows {first} to {last} of "
+            f"the inputs are, taken together (statistics across rows, sums that overflow), or every one of them"
+            + (f"; {line}" if line else "."),
+            line=line,
             rows=(first, last),
             probes=prober.probes,
         )
@@ -131,7 +136,7 @@ def _blame_row(ready: ReadyCall, prober: Prober, numbers: np.ndarray, span: tupl
     # One row of the inputs may be there several times.
     if np.ptp(numbers[row : last + 1]):
         return None
-    is_bad, line = prober.run_alone(row)
+    is_bad, line = prober.run_alone([row])
     if not is_bad:
         return None
     name, number = ready.function.name, int(numbers[row])
@@ -144,6 +149,17 @@ def _blame_row(ready: ReadyCall, prober: Prober, numbers: np.ndarray, span: tupl
     where = f"replica {replica}" + (f", slice {part}" if ready.num_slices > 1 else "")
     what = f"{name}: row {number} makes it not finite, on {where}" + (f"; {line}" if line else "")
     return Blame(what, number, replica, part, line, None, prober.probes)
+
+
+def _outputs_not_finite(site: Site, bound: BoundArguments, options: CallOptions) -> list[str]:
+    """Return the names of combined outputs that are not finite, before any `then`."""
+    function = replace(site.function, then=None, refuses_nan=False)
+    outcome = evaluate(prepare(site._replace(function=function), bound, options))
+    return [
+        function.name_of_output(leaf.path)[0]
+        for leaf, value in zip(outcome.plan.outputs.results, outcome.leaves, strict=True)
+        if np.asarray(kinds_of(value)).any()
+    ]
 
 
 def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, str]]:

@@ -9,13 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import LawError, SynkError, in_a_line
+from .._base.errors import LawError, SynkError, in_a_line, listed, warn
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, evaluate
 from .._call.kinds import is_stale, prepare
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache, Site, site_of
 from .._call.spec import FunctionSpec
+from .._data.dataset import Data, is_written_behind
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error
@@ -42,6 +43,8 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
         _check_same(runner, mapping, many)
         # If an output differs, what follows from it differs as well, and needs no line.
         lines = list(_unequal_outputs(runner, one, many, tolerance)) or _unequal_after(runner, one, many, tolerance)
+        if lines or runner.home.size == 1:
+            _check_data(runner)
         if lines:
             text = "\n  ".join(dict.fromkeys(lines))
             raise LawError(
@@ -52,6 +55,7 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
             _check_blocks(runner, mapping)
         if mapping.wires is not None:
             check_wires(runner, mapping, tolerance)
+        _warn_of_nan(runner, mapping, one)
 
 
 def check_first_call(site: Site, bound: BoundArguments, options: CallOptions, plan: CallPlan | None) -> None:
@@ -72,6 +76,38 @@ def check_first_call(site: Site, bound: BoundArguments, options: CallOptions, pl
     except Exception as error:
         line = f"synk: {function.name} is left unchecked by SYNK_CHECK=law: {in_a_line(error)}"
         site.plans.kept(site.group, line, lambda: print(line, file=sys.stderr, flush=True) or line)
+
+
+def _check_data(runner: Runner) -> None:
+    """Raise LawError if rows on the devices are not those of the array that the serial run reads."""
+    for name, leaf in zip(runner.bound.spec.names, runner.bound.leaves, strict=True):
+        if isinstance(leaf, Data) and is_written_behind(leaf, runner.home):
+            raise LawError(
+                f"{runner.function.name}: a call has other rows than the serial run.\n"
+                f"  Argument {name}: the rows of {leaf.name} on the devices are not those of its array, which was "
+                f"written to after they were sent. Write through the synk.data (data[:] = rows), or call its "
+                f"set_value(array) after a write."
+            )
+
+
+def _warn_of_nan(runner: Runner, mapping: FunctionSpec, one: Outcome) -> None:
+    """Warn of outputs, and updates of `fn`, that are NaN on one device and so, after a comparison, on the replicas."""
+    names = [mapping.name_of_output(leaf.path)[0] for leaf in one.plan.outputs.results]
+    values = list(one.leaves)
+    for update in one.plan.updates:
+        names += [f"{update.variable.name}{path}" for path in update.variable._spec.paths]
+        values += update.variable._spec.storage.each_on_host(runner.serial.group, one.updates[update.variable])[0]
+    nan = [name for name, value in zip(names, values, strict=True) if _is_nan(np.asarray(value))]
+    if nan:
+        warn(
+            f"{mapping.name}.check: {listed(nan)}: all NaN, serially and on the replicas, so nothing was "
+            f"compared there. Check from finite values, such as those before the first step; {mapping.name}.blame "
+            f"finds what makes the NaN."
+        )
+
+
+def _is_nan(value: np.ndarray) -> bool:
+    return value.size > 0 and jnp.issubdtype(value.dtype, jnp.inexact) and bool(np.isnan(value).all())
 
 
 def _check_same(runner: Runner, mapping: FunctionSpec, many: Outcome) -> None:
@@ -96,11 +132,13 @@ def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
         if leaf.reduction.is_lawful and not tolerance.admits(a, b)
     ]
     parts, rows = _parts(runner, replace(mapping, per_part="all")) if differing else ([], np.zeros(0))
+    moved = _in_another_order(runner, mapping, many.plan, len(rows)) if differing else None
     seen = {""}
     for i in differing:
         name = mapping.name_of_output(leaves[i].path)
         serial, got = np.asarray(one.leaves[i]), np.asarray(many.leaves[i])
-        output = UnequalOutput(leaves[i], name, serial, got, (parts[i], rows), many.plan.narrowest)
+        values = [(parts[i], rows, serial)] + ([] if moved is None else [(moved[1][i], moved[2], moved[0][i])])
+        output = UnequalOutput(leaves[i], name, serial, got, values, many.plan.narrowest)
         # What a step computes beside its loss, as the gradient, differs for the same cause.
         is_asked = name[1] or len(seen) == 1
         cause = partial(_cause, runner, mapping, (many.plan, i)) if is_asked else lambda tolerance: None
@@ -121,15 +159,40 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
 
 
+def _in_another_order(
+    runner: Runner, mapping: FunctionSpec, plan: CallPlan, count: int
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray] | None:
+    """Run a call of so many parts with the rows of each part dealt out to all of them.
+
+    Return the serial outputs, the parts and their rows; None if the rows of a call have one order.
+    """
+    rows = _rows_to_choose(runner, mapping, plan)
+    if rows is None:
+        return None
+    every = np.arange(len(rows.positions))
+    bound, options = rows.call_of(np.concatenate([every[start::count] for start in range(count)]))
+    moved = replace(runner, bound=bound, options=options._replace(num_slices=runner.options.num_slices))
+    serial = [np.asarray(leaf) for leaf in moved.run(moved.serial, mapping).leaves]
+    return serial, *_parts(moved, replace(mapping, per_part="all"))
+
+
+def _rows_to_choose(runner: Runner, mapping: FunctionSpec, plan: CallPlan) -> CallRows | None:
+    """Return the rows of a call if the function may be run on any of them, in any order."""
+    bound = runner.bound
+    is_local = any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves)
+    if is_local or any(bound.spec.overlaps) or plan.held or not bound.spec.scattered:
+        return None
+    return None if runner.options.batch_s is not None else CallRows(bound, runner.ready(runner.serial, mapping).rows)
+
+
 def _cause(runner: Runner, mapping: FunctionSpec, where: tuple[CallPlan, int], tolerance: Tolerance) -> str | None:
     """Find what rows do to each other in an output of a plan, in words; None if that cannot be told."""
-    bound, (plan, output) = runner.bound, where
+    plan, output = where
     if plan.communicates:
         return COLLECTIVE
-    is_local = any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves)
-    if is_local or any(bound.spec.overlaps) or runner.options.batch_s is not None or not bound.spec.scattered:
+    rows = _rows_to_choose(runner, mapping, plan)
+    if rows is None:
         return None
-    rows = CallRows(bound, runner.ready(runner.serial, mapping).rows)
 
     def run(index: np.ndarray) -> np.ndarray:
         ready = prepare(runner.serial._replace(function=mapping), *rows.call_of(index))

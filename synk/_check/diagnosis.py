@@ -42,7 +42,8 @@ class UnequalOutput(NamedTuple):
       name: what messages call the output, and whether its op is the user's.
       serial: the serial value.
       got: the value on the replicas.
-      parts: the parts of the value, or where it has an entry a row the value, and how many rows each part has.
+      values: for the order of the rows, and another one if there is any: the parts of the value (the value if it has an
+        entry a row), how many rows each part has, and the serial value.
       inside: the narrowest dtype of floats that the function computes; None if there are no floats.
     """
 
@@ -50,7 +51,7 @@ class UnequalOutput(NamedTuple):
     name: tuple[str, bool]
     serial: np.ndarray
     got: np.ndarray
-    parts: tuple[np.ndarray, np.ndarray]
+    values: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
     inside: np.dtype | None
 
 
@@ -69,7 +70,7 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     if fitting is None and inside is not None and is_float and jnp.finfo(inside).bits < jnp.finfo(dtype).bits:
         # Computing in bfloat16, say, rounds far more than the float32 output shows.
-        tolerance = rounding(inside, output.serial, output.parts[0])
+        tolerance = rounding(inside, output.serial, output.values[0][0])
         if tolerance.admits(output.serial, output.got):
             return (
                 f"{said}; {inside.name}, in which it computes, may round by as much. rtol={tolerance.rtol:g}, "
@@ -84,8 +85,9 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
 
 
 def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
-    """Name the ops that would have matched; None if there is none."""
-    ops = matching_ops(*output.parts, output.serial, tolerance)
+    """Name the ops that would have matched, in any order of the rows; None if there is none."""
+    first, *others = [matching_ops(*value, tolerance) for value in output.values]
+    ops = [op for op in first if all(op in other for other in others)]
     if output.leaf.weight is not None:
         return ADDS_UP if '"sum"' in ops else None
     return f"{' or '.join(ops)} would have matched" if ops else None

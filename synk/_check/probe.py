@@ -115,26 +115,26 @@ class Prober:
                 return span
         return None
 
-    def run_alone(self, row: int) -> tuple[bool, str | None]:
-        """Run the function on one row, once, on one device. Return whether the row is bad, and the line that makes it.
+    def run_alone(self, rows: Sequence[int]) -> tuple[bool, str | None]:
+        """Run the function on rows, each once, on one device. Return whether they are bad, and the line that makes it.
 
         Sums over a row that is repeated may overflow where its own do not.
         """
         assert self._rows is not None
-        runner = Runner(self._function, PlanCache(), *self._rows.call_of([row]), self._site.home or self._site.group)
+        runner = Runner(self._function, PlanCache(), *self._rows.call_of(rows), self._site.home or self._site.group)
         one, view = runner.serial.group, runner.serial.state
         try:
             ready = runner.ready(runner.serial, self._function)
+            if not self._has_kinds(ready):
+                return False, None
         except Exception:
-            # The function may refuse a call of one row. The row is blamed without a line then.
+            # The function may refuse so few rows, or one device has no room for so many. There is no line then.
             return True, None
-        if not self._has_kinds(ready):
-            return False, None
         # The equations run one after the other.
-        traced = CallTraces(self._function, one, ready.call, view).of_rows(1, keeps_lines=True)
+        traced = CallTraces(self._function, one, ready.call, view).of_rows(len(rows), keeps_lines=True)
         pairs = [pair for v in traced.variables for pair in zip(view(v).leaves, view(v).abstract.shapes, strict=True)]
         leaves = [leaf.reshape(shape.shape) for leaf, shape in pairs]
-        arrays = feed_rows(one, ready.rows, split_into_launches((1,), 1)[0])
+        arrays = feed_rows(one, ready.rows, split_into_launches((len(rows),), 1)[0])
         arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)
         with jax.ensure_compile_time_eval():
             values = [leaf if key_of(leaf) else np.asarray(leaf) for leaf in (*leaves, *arguments)]

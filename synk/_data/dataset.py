@@ -14,7 +14,7 @@ from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import as_keys, fitting, key_of, named, narrow
 from .._base.refusals import refuse_use
 from .._runtime.dispatch import LOCK, uninterrupted
-from .._runtime.executable import relayout
+from .._runtime.executable import relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout
 from .first_rows import index_within, read_within
@@ -61,7 +61,7 @@ class Data:
 
     A `Data` holds the given array, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call
     that reads copies on devices, of this `Data` or of another one that shares the memory, sends them anew. A write to
-    the array itself goes unseen.
+    the array itself goes unseen; `f.check` finds it.
 
     Attributes:
       name: what messages call it.
@@ -393,6 +393,15 @@ def resident(data: Data, group: Group) -> jax.Array:
 def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of what `resident` returns."""
     return data._home.abstract(group, data.shape, narrow(data._dtype))
+
+
+def is_written_behind(data: Data, group: Group) -> bool:
+    """Tell whether the array held was written to, but not by `data[i] = rows`, since its rows were sent to devices."""
+    if data._copy is None or data._group is not group or is_result(source_of(data)):
+        return False
+    copy, is_stacked = resident(data, group), data._home.layout == "stacked"
+    rows = ReplicaRows(group, copy, len(data))[:] if is_stacked else replica_to_host(group, copy, "replicated", 0, None)
+    return rows.tobytes() != np.asarray(data).astype(rows.dtype).tobytes()
 
 
 def is_result(source: Source) -> bool:

@@ -31,9 +31,10 @@ class Overlap:
     Args:
       before: how many rows before its own a part sees.
       after: how many after them; None for as many as before.
-      edge: what lies beyond the ends of the selection, as in `np.pad`: "nearest" (the last row again), "cyclic" (the
-        other end), "reflect" (mirrored about the last row), or "fill".
-      fill: the value of rows there, with `edge="fill"`.
+      edge: what lies beyond the ends of the selection, as in `np.pad`: "nearest" (the last row again, an open end),
+        "cyclic" (the other end), "reflect" (mirrored about the last row), or "fill" (a wall: every row there is
+        `fill`).
+      fill: the value of rows there, with `edge="fill"`; 0 by default.
 
     Raises:
       TypeError, ValueError: a width is no integer >= 0, or the edge is none of these.

@@ -183,11 +183,16 @@ class TraceContext:
         for variable, tree, before in self.handed_out:
             for old, new in zip_longest(before, tree_leaves_with_path(tree), fillvalue=((), None)):
                 if old[0] != new[0] or old[1] is not new[1]:
-                    raise SynkError(
-                        f"{self.name}: {variable.name}.value{keystr(new[0] or old[0])} was changed in place, which "
-                        f"would be lost. Assign the whole value: "
-                        f"{variable.name}.value = {{**{variable.name}.value, ...}}."
-                    )
+                    what, value = keystr(new[0] or old[0]), f"{variable.name}.value"
+                    cure = f"Assign the whole value: {value} = {{**{value}, ...}}."
+                    # What nnx.merge makes shares the arrays of a tree of nnx, and changes them.
+                    if any(map(_is_of_nnx, jax.tree.leaves(tree, is_leaf=_is_of_nnx))):
+                        cure = f"Merge a copy, and keep its nnx.state: nnx.merge(graph, {value}, copy=True)."
+                    raise SynkError(f"{self.name}: {value}{what} was changed in place, which would be lost. {cure}")
+
+
+def _is_of_nnx(node: Any) -> bool:
+    return type(node).__module__.startswith("flax.nnx")
 
 
 def current_trace() -> TraceContext | None:

@@ -3,21 +3,33 @@
 import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MethodWrapperType, WrapperDescriptorType
+from types import CellType, CodeType, FunctionType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 from weakref import ref
 
+import jax
+import numpy as np
 
-def named_objects(functions: Iterable[Any]) -> list[tuple[tuple[Any, str | None], Any]]:
+from .._base.pytree import SCALARS
+
+_NUMBERS = (*SCALARS, np.generic, np.ndarray, jax.Array)
+
+
+def named_objects(functions: Iterable[Any]) -> list[tuple[tuple[Any, str], Any]]:
     """List the places of these functions' names, and the object that is now in each.
 
-    The place of a global name is its dictionary and the name; that of a closure cell is the cell and None.
+    The place of a global name is its dictionary and the name; that of a closure cell is the cell and the name.
     """
-    places: dict[Any, tuple[Any, str | None]] = {}
+    places: dict[Any, tuple[Any, str]] = {}
     for fn in [link for function in functions for link in links(function) if isinstance(link, FunctionType)]:
         places.update({(id(fn.__globals__), name): (fn.__globals__, name) for name in _global_names(fn.__code__)})
-        places.update({id(cell): (cell, None) for cell in fn.__closure__ or ()})
-    return [((at, name), content(at) if name is None else at.get(name)) for at, name in places.values()]
+        cells = zip(fn.__closure__ or (), fn.__code__.co_freevars, strict=True)
+        places.update({id(cell): (cell, name) for cell, name in cells})
+    return [((at, name), _object_at(at, name)) for at, name in places.values()]
+
+
+def _object_at(at: Any, name: str) -> Any:
+    return content(at) if isinstance(at, CellType) else at.get(name)
 
 
 class Names:
@@ -29,11 +41,11 @@ class Names:
     def __init__(self, functions: Iterable[Any]) -> None:
         # An object is known by a weak reference, or by itself.
         self._globals: list[tuple[Callable[[str], Any], str, ref[Any] | None, Any]] = []
-        self._cells: list[tuple[Any, ref[Any] | None, Any]] = []
+        self._cells: list[tuple[Any, str, ref[Any] | None, Any]] = []
         for (at, name), value in named_objects(functions):
             known = _known(value)
-            if name is None:
-                self._cells.append((at, *known))
+            if isinstance(at, CellType):
+                self._cells.append((at, name, *known))
             else:
                 self._globals.append((at.get, name, *known))
 
@@ -44,7 +56,7 @@ class Names:
                 return False
             if look_up(name) is not value:
                 return False
-        for cell, reference, value in self._cells:
+        for cell, _, reference, value in self._cells:
             if reference is not None and (value := reference()) is None:
                 return False
             try:
@@ -54,6 +66,16 @@ class Names:
                 if value is not None:
                     return False
         return True
+
+    def new_numbers(self) -> list[str]:
+        """Return the names that have another number or array now."""
+        places = [(name, content(cell), *known) for cell, name, *known in self._cells]
+        places += [(name, look_up(name), *known) for look_up, name, *known in self._globals]
+        return [
+            name
+            for name, new, reference, old in places
+            if isinstance(new, _NUMBERS) and new is not (old if reference is None else reference())
+        ]
 
 
 def links(fn: Any) -> Iterator[Any]:

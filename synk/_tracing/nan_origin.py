@@ -14,18 +14,29 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 def is_finite(value: Any) -> bool:
     """Check that an array has no NaN and no infinity. Integers and other values are finite."""
+    return not _has_floats(value) or bool(jnp.isfinite(value).all())
+
+
+def _is_number(value: Any) -> bool:
+    """Check that an array has no NaN."""
+    return not (_has_floats(value) and bool(jnp.isnan(value).any()))
+
+
+def _has_floats(value: Any) -> bool:
     dtype = getattr(value, "dtype", None)
-    return dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or bool(jnp.isfinite(value).all())
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def first_bad_line(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> str | None:
-    """Run a jaxpr, and return the line that first turns finite numbers into NaN or infinity.
+    """Run a jaxpr, and return the line that first turns finite numbers into NaN or infinity; if there is none, since
+    infinity was there before, as in a mask, the line that first turns other numbers into NaN.
 
     Returns:
       The line, as 'model.py:58: h = jnp.log(x)'; None if there is none, or if the jaxpr cannot run by itself.
     """
     try:
-        _run(jaxpr, consts, args)
+        for is_good in (is_finite, _is_number):
+            _run(jaxpr, consts, args, is_good)
     except _FoundLine as finding:
         return finding.line
     except Exception:
@@ -39,7 +50,7 @@ class _FoundLine(Exception):
         self.line = line
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], is_good: Callable[[Any], bool]) -> list[Any]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atom: Any) -> Any:
@@ -47,16 +58,16 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        results = _results_of(equation, inputs)
-        if all(map(is_finite, inputs)) and not all(map(is_finite, results)):
+        results = _results_of(equation, inputs, is_good)
+        if all(map(is_good, inputs)) and not all(map(is_good, results)):
             raise _FoundLine(_line_of(equation))
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results_of(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+def _results_of(equation: Any, inputs: Sequence[Any], is_good: Callable[[Any], bool]) -> list[Any]:
     if (inner := called_by(equation)) is not None:
-        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
+        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, is_good)
     bind: Callable[..., Any] = equation.primitive.bind
     # JAX below 0.10 returns functions apart from the other parameters. Drop this when we require jax>=0.10.
     params = equation.primitive.get_bind_params(equation.params)

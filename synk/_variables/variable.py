@@ -73,8 +73,11 @@ class Shared:
         self._given_name = name or "a shared variable without a name"
         # A function that makes the first value in shards.
         self._made_by: Callable[[], PyTree] | None = None
-        if sharded and callable(value) and jax.tree.leaves(value) == [value]:
-            self._made_by, value = value, jax.eval_shape(value)
+        if callable(value) and jax.tree.leaves(value) == [value]:
+            if sharded:
+                self._made_by, value = value, jax.eval_shape(value)
+            else:
+                value = value()
         self._spec, leaves = spec_of_value(value, self.name, borrow, sharded)
         # None until the first use places the leaves.
         self._group: Group | None = None
@@ -248,8 +251,8 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, shar
     It is placed on the group of its first use; making one starts no device.
 
     Args:
-      value: a pytree of arrays and numbers, per replica; float64 narrows as JAX does. With `sharded` it may be a
-        function without arguments, which makes the value on the replicas: no device holds all of it.
+      value: a pytree of arrays and numbers, per replica, or a function without arguments that makes it; float64
+        narrows as JAX does. With `sharded` the function makes the value on the replicas: no device holds all of it.
       name: what messages call it.
       borrow: whether memory may be shared with `value` where that saves a copy.
       sharded: whether each of n replicas keeps one n-th of every leaf above 64 KB, for any n. Functions see the whole

@@ -295,8 +295,8 @@ def step(
         weighs 0, the mean is NaN, as serially, and spoils the parameters. With `state` it is
         `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
         `(loss, new_state, aux)`.
-      params: a pytree of floating arrays, or a shared variable that holds one; with `shard_params` also a function
-        without arguments that makes it.
+      params: a pytree of floating arrays, a function without arguments that makes it (with `shard_params` in shards, so
+        that no device holds all of it), or a shared variable that holds it.
       optimizer: an optimizer of optax's; it sees the mean gradient, and the loss as `value` if it takes that.
       state: a pytree, or a shared variable, that the model keeps beside its parameters, such as BatchNorm's running
         averages. Floats are averaged weighted by rows, without parts of weight 0. PRNG keys, typed or raw (unsigned

@@ -133,6 +133,24 @@ def test_coupled_rows_are_not_blamed(group):
     assert "taken together" in str(found)
 
 
+def test_the_gradient_of_coupled_rows(four):
+    """Under engine="jit" the gradient that is NaN is named, and the line, though the mask is infinite on purpose."""
+
+    def loss(p, x):
+        scores = jnp.where(jnp.tri(len(x), k=-1, dtype=bool), -jnp.inf, x @ x.T)
+        scores = scores / p["t"]  # this line
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(scores)))
+
+    step = synk.train.step(loss, {"t": np.float32(0.1)}, optax.sgd(0.1), engine="jit", nan="raise")
+    with pytest.raises(FloatingPointError) as caught:
+        step(np.ones((7, 2), np.float32))
+    said = str(caught.value)
+    assert said.startswith(
+        "loss: the gradient of params['t'] is not finite, but no row by itself is to blame: rows 0 to 6"
+    )
+    assert "scores = scores / p" in said and step.blame(np.ones((7, 2), np.float32)).line.endswith("# this line")
+
+
 @pytest.mark.parametrize("op", ["sum", "prod", "mean"])
 def test_rows_that_overflow_together(group, op):
     """A row that is fine once, and not as often as the call has rows, is not to blame."""
@@ -570,6 +588,7 @@ def test_debug_nans(group, rows):
     assert_close(total.value, 2.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*it compiles for the third time")
 def test_probes_follow_the_names_of_the_function(group):
     """A probe runs the function as calls do now: another bad row under a name is found, and none where all are fine."""
     bad = 2.0

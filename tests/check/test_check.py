@@ -108,6 +108,47 @@ def test_the_right_op_passes(four, op):
     synk.function(LAWFUL[op], reduce=op).check(X, batch=[3, 4, 4, 0, 1], num_slices=2)
 
 
+@pytest.mark.parametrize("place", ["broadcast", "scatter"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_array_written_behind_its_data(size, place):
+    """Rows on the devices that are not those of the array are named, and no op; a write through the data is right."""
+    a = np.ones(8, np.float32)
+    f = synk.function(lambda x: x.sum(), name="f")
+    with group_of("devices", size):
+        d = synk.data(a, place=place, name="d")
+        f(d)
+        f.check(d)
+        a[3] = 2
+        message = fails(f, d)
+        assert "Argument x: the rows of d on the devices are not those of its array" in message
+        assert "matched" not in message
+        d[:] = 2
+        f.check(d)
+
+
+def test_nan_both_ways(four):
+    """What is NaN both ways is named in a warning, since it was not compared; one NaN among numbers is not."""
+    w = synk.shared(np.float32(1), name="w")
+
+    @synk.function(outputs=("sum", "mean", "sum"), name="f")
+    def f(x):
+        w.update(jnp.sqrt(-w.value))
+        return jnp.log(-x).sum(), x.mean(), jnp.log(x).sum(0)
+
+    with pytest.warns(UserWarning, match=r"f.check: output\[0\], w: all NaN, .* nothing was compared there") as caught:
+        f.check(np.array([[1, 1], [2, -1], [3, 3], [1, 1]]))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_an_op_matches_in_any_order_of_the_rows(four, num_slices):
+    """A masked mean of rows on one replica is the sum of parts by chance, which is not named: Weighted is."""
+    x, mask = numbers(20)[:, 0], (np.arange(20) < 2).astype(np.float32)
+    mean = synk.function(lambda x, mask: (x * mask).sum() / jnp.maximum(mask.sum(), 1), reduce="mean")
+    message = fails(mean, x, mask, num_slices=num_slices)
+    assert "no op would have matched. Likely cause: synk.Weighted is missing" in message
+
+
 @pytest.mark.parametrize(
     ("wrong", "right"), [("sum", "mean"), ("mean", "sum"), ("sum", "max"), ("max", "min"), ("mean", "prod")]
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import synk
 
@@ -96,3 +97,18 @@ def test_equinox_modules(four):
     held = synk.shared(arrays, name="model")
     f = synk.function(lambda x: jax.vmap(equinox.combine(held.value, static))(x), reduce="concat")
     assert_close(f(numbers(9)), np.asarray(jax.vmap(model)(numbers(9))))
+
+
+def test_nnx_modules_that_share_a_variables_arrays(four):
+    """A merged model changes them in place, which would be lost; the message names nnx.merge with copy=True."""
+    graph, state = nnx.split(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
+    both = synk.shared({"model": state}, name="both")
+
+    @synk.function(outputs="first")
+    def train(x):
+        model = nnx.merge(graph, both.value["model"])
+        model.bias.set_value(model.bias + 1)
+        return model(x).sum()
+
+    with pytest.raises(synk.SynkError, match=r"both.value\['model'\]\['bias'\].* nnx.merge\(.*, copy=True\)"):
+        train(numbers(9))

@@ -288,8 +288,18 @@ def test_a_function_makes_it():
             assert step.params._state.leaves[0].shape[0] == group[1] or group[1] == 1
     with pytest.raises(TypeError, match="sharded is 1"):
         synk.shared(START, sharded=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        synk.shared(make)
+
+
+@pytest.mark.parametrize("option", ["shard_params", "shard_optimizer", "ema"])
+def test_a_function_makes_parameters(four, option):
+    """A step and a variable take one, whether the value lies in shards or is whole."""
+    make = lambda: {"w": jnp.full(5, 2.0)}  # noqa: E731
+    assert_close(synk.shared(make).value["w"], np.full(5, 2.0))
+    value = 0.5 if option == "ema" else True
+    step = synk.train.step(lambda p, x: x.mean() * p["w"].mean(), make, optax.sgd(1.0), **{option: value})
+    assert step(np.ones(5, np.float32)) == 2
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        synk.shared(lambda x: x)
 
 
 def test_what_raises(four):
