@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import jax.numpy as jnp
 import numpy as np
@@ -479,46 +479,32 @@ def test_the_newest_whole_checkpoint(tmp_path):
 OTHER_RUN = """
 import sys, time, numpy as np, synk
 w = synk.shared(np.zeros(2, np.float32), name="w")
-for _ in synk.resume(range(9), {"w": w}, folder=sys.argv[1]):
-    print("begun", flush=True)
-    time.sleep(float(sys.argv[2]))
-    if sys.argv[3:]:
-        break
-time.sleep(60)
+for name in ("left", "run"):
+    for _ in synk.resume(range(9), {"w": w}, folder=sys.argv[1] + name):
+        if name == "left":
+            break
+        print("begun", flush=True)
+        time.sleep(60)
 """
 
 
-@contextmanager
-def other_run(*arguments):
-    """Run a loop in another process, which has begun."""
-    command = [sys.executable, "-c", OTHER_RUN, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+def test_two_runs_in_one_folder(tmp_path, monkeypatch):
+    """The second raises and names the first, by any path to it. It waits for one that ends, not for one that has left."""
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    command = [sys.executable, "-c", OTHER_RUN, f"{tmp_path}/"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other, synk.simulate(2):
         try:
             assert other.stdout.readline() == "begun\n"
-            yield other
+            monkeypatch.setattr(folder_lock, "PATIENCE", 0.0)
+            for name in ("run", "link"):
+                with pytest.raises(synk.SynkError, match=rf"run saves in .*{name}: process {other.pid} on .*, since"):
+                    synk.resume(range(3), Run().variables, folder=tmp_path / name)
+            assert len([*synk.resume(range(3), Run().variables, folder=tmp_path / "left")]) == 3
+            monkeypatch.setattr(folder_lock, "PATIENCE", 60.0)
+            threading.Timer(0.3, other.kill).start()
+            assert len([*synk.resume(range(3), Run().variables, folder=tmp_path / "run")]) == 3
         finally:
             other.kill()
-
-
-def test_two_runs_in_one_folder(tmp_path, monkeypatch):
-    """The second raises and names the first, by whatever path it comes; and it waits for a run that ends."""
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    with other_run(tmp_path / "run", 60) as other, synk.simulate(2):
-        monkeypatch.setattr(folder_lock, "PATIENCE", 0.0)
-        for name in ("run", "link"):
-            with pytest.raises(
-                synk.SynkError, match=rf"another run saves in .*{name}: process {other.pid} on .*, since"
-            ):
-                synk.resume(range(3), Run().variables, folder=tmp_path / name)
-        monkeypatch.setattr(folder_lock, "PATIENCE", 60.0)
-        threading.Timer(0.3, other.kill).start()
-        assert len([*synk.resume(range(3), Run().variables, folder=tmp_path / "run")]) == 3
-
-
-def test_a_loop_that_was_left_gives_its_folder_back(tmp_path):
-    """By break, while its process goes on."""
-    with other_run(tmp_path, 0.1, "break"), synk.simulate(2):
-        assert len([*synk.resume(range(3), Run().variables, folder=tmp_path)]) == 3
 
 
 def test_one_folder_by_another_path(tmp_path):
