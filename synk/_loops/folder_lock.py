@@ -35,6 +35,7 @@ class FolderLock:
     """A lock on a folder, which goes with this process. Forked helpers do not inherit it, as they would one by `flock`.
 
     Attributes:
+      key: what `made` returned for the folder.
       is_held: whether it is this object's still.
       lacks: why the file system locks nothing; "" if it does.
     """
@@ -44,7 +45,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, key: Key) -> None:
         """Lock a folder that was made. A loop of this process that has it, as one that was left, loses it."""
-        self._key, self.is_held, self.lacks = key, False, ""
+        self.key, self.is_held, self.lacks = key, False, ""
         if key in self._held:
             self._held[key].free()
         self._file = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
@@ -82,6 +83,6 @@ class FolderLock:
         """Unlock the folder."""
         if self.is_held:
             self.is_held = False
-            del self._held[self._key]
+            del self._held[self.key]
             # The file stays: a process that waits has opened it.
             os.close(self._file)

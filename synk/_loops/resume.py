@@ -57,20 +57,21 @@ class Resumed(Iterator[Any]):
         self._failure = ""
         self._number, Resumed._count = Resumed._count, Resumed._count + 1
         self._folder, self._keep = folder, keep
+        # The folders of the loops of this group, in process 0.
+        self._used: set[Path] = self._group._cached(Resumed, None, set)
         self._is_writer = jax.process_index() == 0 or not self._group._is_multi_process
 
     def take_folder(self, save_every: float | None) -> None:
         """Keep other loops out of the folder, once for all processes. Raise where nothing can be written to it."""
 
         def take() -> str:
-            used, key = self._group._cached(Resumed, None, set), made(self._folder)
-            if key in used:
+            key = made(self._folder)
+            if self._folder.resolve() in self._used:
                 raise SynkError(
                     f"synk.resume: a loop before saves in {self._folder}. Give each loop a folder of its own. To go on "
                     f"with a loop that was left, as in a notebook, call synk.close() and make the variables again."
                 )
             self._lock = FolderLock(self._folder, key)
-            used.add(key)
             if self._lock.lacks:
                 self._say(f"{self._folder} has no locks ({self._lock.lacks}), so a second run in it goes unnoticed")
             return str(questions_asked())
@@ -115,6 +116,8 @@ class Resumed(Iterator[Any]):
         self._results_of = counter_of(self._items)
         self._meetings = Meetings(self.done, save_every)
         self._is_due = self._is_over = False
+        if self._lock is not None:
+            self._used.add(self._folder.resolve())
 
     def __len__(self) -> int:
         if self._length is None:
@@ -124,7 +127,7 @@ class Resumed(Iterator[Any]):
     # A global may be gone when Python ends; a default value is not.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():
-            self.end()
+            self._end()
 
     def __next__(self) -> Any:
         if self._is_over:
@@ -148,8 +151,10 @@ class Resumed(Iterator[Any]):
             if (item := next(self._items, _END)) is _END:
                 self._finish()
         except BaseException as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            self.end(f"synk.resume: this loop has ended by {why}. A new start goes on from the last save.")
+            self._end(f"synk.resume: this loop has raised {error!r:.200}. A new start goes on from the last save.")
+            if isinstance(error, StopIteration):
+                # It would end the loop without a word.
+                raise RuntimeError("synk.resume: extra raised StopIteration: an iterator in it has ended.") from error
             raise
         if item is _END:
             raise StopIteration
@@ -171,25 +176,17 @@ class Resumed(Iterator[Any]):
         extra = None if self._made_extra is None else checked_extra(self._made_extra(), "resume")
         extra = {"done": self.done, "extra": extra, "is_finished": is_finished}
 
+        # The thread that writes does not keep a loop that is left.
+        folder, done, keep = self._folder, self.done, self._keep
+
         def begin(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
-            act = self._write if is_last else self._try_to_write
-            return WRITER.run(lambda: act(about, arrays), f"item {about['extra']['done']}", not is_last)
+            act = write if is_last else _try_to_write
+            return WRITER.run(lambda: act(folder, done, about, arrays, keep), f"item {done}", not is_last)
 
         call = f"synk.resume(item={self.done})"
         save_together(call, self._variables, extra, not is_last, begin, WRITER.wait_quietly)
         self._is_due = False
         self.saving += monotonic() - start
-
-    def _write(self, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        write(self._folder, about["extra"]["done"], about, arrays, self._keep)
-
-    def _try_to_write(self, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Write, or say why not: the disk may have room again at the next save."""
-        try:
-            self._write(about, arrays)
-        except OSError as error:
-            done, why = about["extra"]["done"], error.strerror or error
-            self._say(f"the save after {done:,} items has failed ({why}: {self._folder}). The next save tries again")
 
     @public_api
     def _stop(self) -> None:
@@ -202,9 +199,9 @@ class Resumed(Iterator[Any]):
         """Save at the end, unless a run before has."""
         if not self._is_finished:
             self._save(is_last=True, is_finished=True)
-        self.end()
+        self._end()
 
-    def end(self, failure: str = "") -> None:
+    def _end(self, failure: str = "") -> None:
         """Leave the loop, and give the folder and SIGTERM back."""
         if self._lock is not None:
             self._lock.free()
@@ -214,7 +211,20 @@ class Resumed(Iterator[Any]):
 
     def _say(self, text: str) -> None:
         if self._is_writer:
-            print(f"synk.resume: {text}", file=sys.stderr, flush=True)
+            _print(text)
+
+
+def _try_to_write(folder: Path, done: int, *more: Any) -> None:
+    """Write, or say why not: the disk may have room again at the next save."""
+    try:
+        write(folder, done, *more)
+    except OSError as error:
+        why = f"{error.strerror or error}: {folder}"
+        _print(f"the save after {done:,} items has failed ({why}). The next save tries again")
+
+
+def _print(text: str) -> None:
+    print(f"synk.resume: {text}", file=sys.stderr, flush=True)
 
 
 @public_api
@@ -304,6 +314,6 @@ def resume(
         loop.begin(steps, save_every)
     except BaseException:
         # A traceback would keep the loop, and the loop the folder.
-        loop.end()
+        loop._end()
         raise
     return loop

@@ -316,10 +316,12 @@ def test_a_folder_of_save(tmp_path):
 
 
 def test_other_variables(tmp_path):
-    """A variable that was renamed raises what synk.load says, and nothing is overwritten."""
+    """A variable that was renamed raises what synk.load says, nothing is overwritten, and the right ones still load."""
     start(2, tmp_path, stop=4)
-    with synk.simulate(2), pytest.raises(ValueError, match="has no other"):
-        synk.resume(minibatches(), {"other": Run().w}, folder=tmp_path)
+    with synk.simulate(2):
+        with pytest.raises(ValueError, match="has no other"):
+            synk.resume(minibatches(), {"other": Run().w}, folder=tmp_path)
+        assert synk.resume(minibatches(), Run().variables, folder=tmp_path).done == 4
 
 
 @pytest.mark.parametrize(
@@ -345,6 +347,12 @@ def test_extra_that_json_changes(tmp_path):
     """It raises at the save."""
     with pytest.raises(TypeError, match=r"synk.resume: extra holds"):
         start(2, tmp_path, extra=lambda: (1, 2))
+
+
+def test_extra_that_ends_an_iterator(tmp_path):
+    """The loop does not seem to have ended."""
+    with pytest.raises(RuntimeError, match=r"synk.resume: extra raised StopIteration"):
+        start(2, tmp_path, extra=lambda: next(iter([])))
 
 
 def test_sigterm(tmp_path):
@@ -457,7 +465,7 @@ def test_a_loop_that_raised_raises_again(tmp_path, disk):
             with pytest.raises(error):
                 [run.take(batch) for batch in loop]
             for _ in range(2):
-                with pytest.raises(synk.SynkError, match=rf"this loop has ended by {error.__name__}: "):
+                with pytest.raises(synk.SynkError, match=rf"this loop has raised {error.__name__}\("):
                     next(loop)
 
 
