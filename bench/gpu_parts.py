@@ -5,7 +5,7 @@
 - law: gangs of two and of three processes, over NCCL on one GPU, over gloo on a CPU. NCCL takes each process for a
   machine, so it tells right from wrong, and no speeds. Random cases against NumPy; training with slices, Adam and
   ZeRO-1 against one device; bits between processes; the bits of `blocks=` between processes, gangs and one device.
-- resume: a gang of two, one of which is ended by kill -9, goes on from its save in memory.
+- resume: a gang of two, one of which is ended by kill -9, goes on from its save in `/dev/shm`.
 - rows: GB/s of rows picked on the host, beside raw copies of rows that lie in order; a step fed by `iterate`.
 - blocks: what `blocks=` costs: its kernels do not depend on timing.
 - mock: ResNet-50 as the program of eight GPUs on one. JAX makes seven up (`jax_mock_gpu_topology`), and collectives do
@@ -410,7 +410,7 @@ def counted_and_trained(epochs=4, **options):
 def resume_of_member(options):
     """Run the loop as one process of a gang."""
     synk.init(distributed=True, heartbeat=10)
-    first, w, counts = counted_and_trained(memory_every=0.1)
+    first, w, counts = counted_and_trained(folder=os.environ["RUN_FOLDER"], save_every=0.1)
     save(options.json, {"first": first, "w": w.tolist(), "counts": sorted(set(counts.tolist()))})
 
 
@@ -419,7 +419,7 @@ def resume(options):
     with synk.init([jax.local_devices()[0]]), tempfile.TemporaryDirectory() as folder:
         _, alone, _ = counted_and_trained(folder=folder)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as memory:
-        os.environ["SYNK_MEMORY_FOLDER"], began = memory, monotonic()
+        os.environ["RUN_FOLDER"], began = memory, monotonic()
         _, killed = gangs("resume", [2], options)
         ended = monotonic() - began
         results, failed = gangs("resume", [2], options)

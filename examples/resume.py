@@ -68,7 +68,7 @@ def train(folder):
 
     batches = enumerate(synk.minibatches(len(x), BATCH, epochs=EPOCHS, seed=2))
     variables = {"params": params, "state": state}
-    for number, batch in synk.resume(batches, variables, folder=folder, save_every=0.2, memory_every=0.1):
+    for number, batch in synk.resume(batches, variables, folder=folder, save_every=0.1):
         step(x, y, batch=batch)
         is_first = os.environ.get("SYNK_ATTEMPT") == "0" and os.environ.get("SYNK_PROCESS_ID") == "1"
         if is_first and number == int(os.environ.get("KILLED_AT", "0")):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._base.errors import public_api
+from ._base.errors import CheckpointError, in_a_line, public_api, warn
 from ._runtime.executable import relayout
+from ._runtime.group import Peers
 from ._runtime.shards import from_shards, shard_shape
 from ._tracing.context import eager
 from ._variables.checkpoint import (
@@ -81,38 +82,69 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
     Args:
       manager: an `orbax.checkpoint.CheckpointManager`.
       variables: a mapping from names to shared variables, with the names that were saved.
-      step: the number of the checkpoint; None for the newest.
+      step: the number of the checkpoint; None for the newest that can be read. A warning says what is wrong with newer
+        ones.
 
     Returns:
       The step, and the `extra` that was saved.
 
     Raises:
-      FileNotFoundError: there is no checkpoint.
+      FileNotFoundError: there is no checkpoint, or none of this step.
+      CheckpointError: there are, but none that was asked for can be read.
       ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
         Or `step` is no integer >= 0.
     """
-    ocp = _orbax()
     check_variables(variables, "orbax.load")
     if step is not None:
         step = checked_step(step, "orbax.load", ", or None for the newest")
     with eager():
         common_group(variables, "orbax.load")._peers.agree(f"synk.orbax.load(step={step})", "")
-        step = manager.latest_step() if step is None else step
-        if step is None:
+        steps = sorted(manager.all_steps(), reverse=True)
+        if not steps:
             raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has none; synk.orbax.save makes one.")
-        if step not in (steps := manager.all_steps()):
-            raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has steps {sorted(steps)}, not {step}.")
-        about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        kept = about["variables"]
-        compare(variables, kept, f"synk.orbax.load: {manager.directory} step {step}")
-        wanted = {name: _wanted(variable, kept[name]) for name, variable in variables.items()}
-        sized = {name: [leaf for leaf in leaves if leaf.size] for name, leaves in wanted.items()}
-        state: Mapping[str, Any] = {}
-        if sized:
-            state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
-        new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
-        commit_all([(v, _restored(v, kept[name], new[name])) for name, v in variables.items()])
-    return int(step), about["extra"]
+        if step not in (None, *steps):
+            raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has steps {steps[::-1]}, not {step}.")
+        damaged: list[str] = []
+        for number in steps if step is None else [step]:
+            try:
+                extra, states = _read(manager, number, variables)
+            except CheckpointError as error:
+                damaged.append(str(error))
+                continue
+            for why in damaged:
+                warn(f"synk.orbax.load: {why}. Step {number} is loaded in its place; manager.delete the other one.")
+            commit_all(states)
+            return int(number), extra
+        raise CheckpointError(f"synk.orbax.load: {'; '.join(damaged)}. Load another step, or start anew elsewhere.")
+
+
+def _read(manager: Any, step: int, variables: Mapping[str, Shared]) -> tuple[Any, list[tuple[Shared, VariableState]]]:
+    """Return what was kept beside the variables, and their states; CheckpointError if a checkpoint is not whole."""
+    ocp = _orbax()
+    peers = common_group(variables, "orbax.load")._peers
+    about = _restore(manager, step, peers, "about", ocp.args.JsonRestore())
+    kept = about["variables"]
+    compare(variables, kept, f"synk.orbax.load: {manager.directory} step {step}")
+    wanted = {name: _wanted(variable, kept[name]) for name, variable in variables.items()}
+    sized = {name: [leaf for leaf in leaves if leaf.size] for name, leaves in wanted.items()}
+    state = _restore(manager, step, peers, "state", ocp.args.StandardRestore(sized)) if sized else {}
+    new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
+    return about["extra"], [(v, _restored(v, kept[name], new[name])) for name, v in variables.items()]
+
+
+def _restore(manager: Any, step: int, peers: Peers, item: str, args: Any) -> Any:
+    """Restore an item of a checkpoint. Raise CheckpointError if it cannot be read, in all processes alike."""
+    found, why = None, ""
+    try:
+        found = manager.restore(step, args=_orbax().args.Composite(**{item: args}))[item]
+    # Orbax raises what its files and its libraries do.
+    except (OSError, ValueError, KeyError) as error:
+        why = in_a_line(error)
+    what, remedy = f"whether {item} of step {step} can be read", "Give another step, or mend the disk."
+    peers.compare_values(what, lambda: [np.array(not why)], remedy, True)
+    if why:
+        raise CheckpointError(f"step {step} in {manager.directory} cannot be read ({why})")
+    return found
 
 
 def _refuse_skipped(manager: Any, step: int) -> str:

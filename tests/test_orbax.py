@@ -105,6 +105,28 @@ def _numbers(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
+def test_a_damaged_checkpoint(tmp_path):
+    """The newest that can be read is loaded, and a warning names the damaged one. A step that was asked for raises."""
+    with group_of("simulated", 2), ocp.CheckpointManager(tmp_path) as manager:
+        w = synk.shared(np.zeros(3, np.float32))
+        for step in (1, 2, 3):
+            w.value = np.full(3, step, np.float32)
+            synk.orbax.save(manager, {"w": w}, step=step, extra=step)
+        manager.wait_until_finished()
+        (tmp_path / "3" / "about" / "metadata").write_text("{")
+        for part in (tmp_path / "2" / "state").rglob("d/*"):
+            part.write_bytes(b"")
+        with pytest.warns(UserWarning, match=r"step 2 in .* cannot be read .*Step 1 is loaded in its place") as told:
+            assert synk.orbax.load(manager, {"w": w}) == (1, 1) and w.value.tolist() == [1] * 3
+        assert any("step 3 in" in str(one.message) for one in told)
+        for step in (2, 3):
+            with pytest.raises(synk.CheckpointError, match=f"step {step} in .* cannot be read"):
+                synk.orbax.load(manager, {"w": w}, step=step)
+        with pytest.raises(ValueError, match=r"shape was \[3\]"):
+            synk.orbax.load(manager, {"w": synk.shared(np.zeros(4, np.float32))})
+        assert w.value.tolist() == [1] * 3
+
+
 def test_messages(manager):
     """As `synk.load` says them; nothing changes."""
     with group_of("devices", 2):

@@ -27,7 +27,7 @@ _GONE = re.compile(
 )
 # Errors of process 0 that all processes raise alike, beside those with an errno. Any other error arrives as OSError.
 _OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-_SHARED_ERRORS = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
+_SHARED_ERRORS = {e.__name__: e for e in (*_OF_FILES, SynkError, CheckpointError, TypeError, ValueError)}
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
 
 

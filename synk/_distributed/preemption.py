@@ -52,6 +52,17 @@ def is_told_to_stop() -> bool:
     return _is_told
 
 
+def questions_asked() -> int:
+    """Return how many questions this process has asked."""
+    return _questions
+
+
+def ask_from(number: int) -> None:
+    """Count questions from a number of process 0: a process that has asked alone, in a group of its own, is ahead."""
+    global _questions
+    _questions = number
+
+
 def _is_over() -> bool:
     """Ask JAX's preemption service or, in a program of one process, the handler of SIGTERM."""
     global _terminated, _before

@@ -29,7 +29,7 @@ from .._call.several import Call, start_calls
 from .._call.spec import FunctionSpec, Repeat, with_then
 from .._data.minibatches import Loop, Minibatches, loop_begun_by
 from .._data.prefetch import Prefetch, Stopped
-from .._loops.iterate import LEAVES_OUT, Batches, check_batches, due_call, launch, warn_of_keys
+from .._loops.iterate import ASKS, Batches, check_batches, due_call, launch, warn_of_keys
 from .._loops.per_launch import CallLists, launch_list, small_lists
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
@@ -463,7 +463,7 @@ class Function:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
-        if call or LEAVES_OUT or current_trace() is not None:
+        if call or ASKS or current_trace() is not None:
             self._refuse(call)
         if type(options.num_slices) is not int or options.num_slices < 1:
             check_slices(options.num_slices, self.name)
@@ -472,10 +472,11 @@ class Function:
         return self._binder.bind(args, kwargs)
 
     def _refuse(self, call: str = "") -> None:
-        if LEAVES_OUT and get_ident() in LEAVES_OUT:
+        if ASKS and get_ident() in ASKS:
             raise SynkError(
-                f"{self.name}: it is called for an item that synk.resume leaves out, since a run before has done it. "
-                f"Put synk.resume inside: `for batch in tqdm(synk.resume(batches, ...)): {self.name}(...)`."
+                f"{self.name}: it is called while synk.resume asks for an item. A start after a fault asks for the "
+                f"first items again, and their calls would train again. Put synk.resume inside: `for batch in "
+                f"tqdm(synk.resume(batches, ...)): {self.name}(...)`."
             )
         current = current_trace()
         if current is not None:

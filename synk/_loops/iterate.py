@@ -30,8 +30,8 @@ _END = object()
 # Batches that a loop keeps as they are.
 _NEVER_CHANGE = (slice, int, range, type(None))
 
-# Threads that leave out items of a loop, for which nothing may be computed. `synk.resume` adds them.
-LEAVES_OUT: set[int] = set()
+# Threads in which `synk.resume` asks for an item that is not synk's to make, for which nothing may be computed.
+ASKS: set[int] = set()
 
 
 class PerBatch:

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from .iterate import LEAVES_OUT
+from .iterate import ASKS
+
+_END = object()
 
 # Iterators whose items nobody notices.
 _SILENT = tuple(type(iter(of)) for of in ([], (), "", range(0), range(1 << 70)))
@@ -46,13 +48,22 @@ def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int, int]:
         there, out = there if isinstance(there, tuple) else (there, n)
         _check(there, n)
         return left, 0, out
-    # A call of a synk function that makes an item would count its rows again.
-    LEAVES_OUT.add(get_ident())
-    try:
-        _check(sum(1 for _ in islice(left, n)), n)
-    finally:
-        LEAVES_OUT.discard(get_ident())
-    return left, 0 if isinstance(left, _SILENT) else n, n
+    is_silent, left = isinstance(left, _SILENT), _computing_nothing(left)
+    _check(sum(1 for _ in islice(left, n)), n)
+    return left, 0 if is_silent else n, n
+
+
+def _computing_nothing(items: Iterator[Any]) -> Iterator[Any]:
+    """Yield items that call no synk function: where a run goes on, the items before are asked for again."""
+    while True:
+        ASKS.add(get_ident())
+        try:
+            item = next(items, _END)
+        finally:
+            ASKS.discard(get_ident())
+        if item is _END:
+            return
+        yield item
 
 
 def counter_of(steps: Any) -> Callable[[Any], int]:

@@ -1,11 +1,10 @@
-"""Resume: go on with a loop from its last save, in the folder of the run or in the memory of the machine."""
+"""Resume: go on with a loop from its last save."""
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from errno import ENOTDIR
 from pathlib import Path
-from shutil import rmtree
 from time import monotonic
 from typing import Any
 
@@ -14,8 +13,7 @@ import numpy as np
 
 from .._base.errors import Preempted, SynkError, public_api, shown
 from .._data.prefetch import check_iterable, length
-from .._distributed.preemption import is_told_to_stop, listen_no_more
-from .._distributed.save_point import SavePoint
+from .._distributed.preemption import ask_from, is_told_to_stop, listen_no_more, questions_asked
 from .._variables.checkpoint import (
     Folder,
     check_keep,
@@ -25,26 +23,13 @@ from .._variables.checkpoint import (
     load_together,
     save_together,
 )
-from .._variables.checkpoint_files import WRITER, Checkpoint, newest_step, read, write
+from .._variables.checkpoint_files import WRITER, Checkpoint, read, write
 from .._variables.variable import Shared
+from .folder_lock import FolderLock, made
 from .left_out import counter_of, leave_out
-from .machine_memory import free_bytes, memory_folder
+from .meetings import Meetings
 
-
-class Place:
-    """A place where a loop saves: the folder of the run, or the memory of the machine.
-
-    Attributes:
-      folder: where checkpoints lie.
-      every: seconds between two saves; infinite for none but at the end.
-      keep: how many checkpoints to leave there; None for all.
-      is_memory: whether the loop goes on where a save fails.
-      due: when the next save is due, by the clock of this process.
-    """
-
-    def __init__(self, folder: Path, every: float | None, keep: int | None, is_memory: bool) -> None:
-        self.folder, self.every, self.keep, self.is_memory = folder, every or np.inf, keep, is_memory
-        self.due = monotonic() + self.every
+_END = object()
 
 
 class Resumed(Iterator[Any]):
@@ -59,45 +44,47 @@ class Resumed(Iterator[Any]):
     # How many loops this program has made, and the number of the one whose item was asked for last.
     _count = _last = 0
     _is_over = True
+    _lock: FolderLock | None = None
 
-    def __init__(self, variables: Mapping[str, Shared], extra: Callable[[], Any] | None) -> None:
+    def __init__(
+        self, variables: Mapping[str, Shared], extra: Callable[[], Any] | None, folder: Path, keep: int | None
+    ) -> None:
         self._variables, self._made_extra, self._group = variables, extra, common_group(variables, "resume")
         self.done, self.extra, self.saving, self._is_finished = 0, None, 0.0, False
         # How many results the item has in which the loop is; 0 between two items.
         self._in_item = 0
-        self._warned: set[str] = set()
+        # What ended the loop before its last item.
+        self._failure = ""
         self._number, Resumed._count = Resumed._count, Resumed._count + 1
+        self._folder, self._keep = folder, keep
+        # The folders of the loops of this group, in process 0.
+        self._used: set[Path] = self._group._cached(Resumed, None, set)
         self._is_writer = jax.process_index() == 0 or not self._group._is_multi_process
 
-    def add_places(self, folder: Path | None, save_every: float | None, memory_every: float | None, keep: Any) -> None:
-        """Set where to save."""
-        self._places: list[Place] = []
-        if folder is not None:
-            used = self._group._cached(Resumed, None, set)
-            if folder in used:
+    def take_folder(self, save_every: float | None) -> None:
+        """Keep other loops out of the folder, once for all processes. Raise where nothing can be written to it."""
+
+        def take() -> str:
+            key = made(self._folder)
+            if self._folder.resolve() in self._used:
                 raise SynkError(
-                    f"synk.resume: a loop before saves in {folder}. Give each loop a folder of its own. To go on with "
-                    f"a loop that was left, as in a notebook, call synk.close() and make the variables again."
+                    f"synk.resume: a loop before saves in {self._folder}. Give each loop a folder of its own. To go on "
+                    f"with a loop that was left, as in a notebook, call synk.close() and make the variables again."
                 )
-            used.add(folder)
-            self._places.append(Place(folder, save_every, keep, False))
-        memory = memory_folder(self._number, folder, self._group._is_multi_process)
-        if memory is not None and memory_every is not None:
-            self._places.append(Place(memory, memory_every, 1, True))
-        elif memory_every is not None:
-            self._say("memory_every needs the folder that `python -m synk launch` makes; going on without")
+            self._lock = FolderLock(self._folder, key)
+            if self._lock.lacks:
+                self._say(f"{self._folder} has no locks ({self._lock.lacks}), so a second run in it goes unnoticed")
+            return str(questions_asked())
+
+        # Processes that differ in these would meet at different items.
+        call = f"synk.resume(save_every={save_every}, variables={[*self._variables]})"
+        ask_from(int(self._group._peers.from_process_0(call, take)))
 
     def load(self) -> None:
         """Load the newest checkpoint, if there is one."""
 
         def find() -> Checkpoint:
-            for place in self._places:
-                if place.folder.exists() and not place.folder.is_dir():
-                    raise NotADirectoryError(ENOTDIR, "synk.resume: give a folder for checkpoints", str(place.folder))
-            newest = max([place.folder for place in self._places], key=newest_step, default=None)
-            if newest is None or newest_step(newest) < 0:
-                raise FileNotFoundError
-            found = read(newest, None)
+            found = read(self._folder, None)
             if not isinstance(found.about["extra"], dict) or "is_finished" not in found.about["extra"]:
                 found.file.close()
                 raise ValueError(
@@ -111,7 +98,7 @@ class Resumed(Iterator[Any]):
             self.done, self.extra, self._is_finished = map(about["extra"].get, ("done", "extra", "is_finished"))
             self._say(f"going on after {self.done:,} items, from {about['path']}")
 
-    def begin(self, steps: Any) -> None:
+    def begin(self, steps: Any, save_every: float | None) -> None:
         """Leave out the items of `steps` that are done."""
         if isinstance(steps, Iterable):
             count, states = length(steps), [variable._state for variable in self._variables.values()]
@@ -127,9 +114,10 @@ class Resumed(Iterator[Any]):
             check_iterable(left, "synk.resume: what steps returned", "items")
             self._items, self._length = iter(left), length(left)
         self._results_of = counter_of(self._items)
-        self._point = SavePoint(self._number, self._group._is_multi_process)
-        self._set_due()
-        self._is_over = False
+        self._meetings = Meetings(self.done, save_every)
+        self._is_due = self._is_over = False
+        if self._lock is not None:
+            self._used.add(self._folder.resolve())
 
     def __len__(self) -> int:
         if self._length is None:
@@ -143,7 +131,7 @@ class Resumed(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._is_over:
-            raise StopIteration
+            raise SynkError(self._failure) if self._failure else StopIteration()
         if self._in_item and Resumed._last != self._number:
             raise SynkError(
                 "synk.resume: another loop of synk.resume ran inside an item of this one. Give one of both to "
@@ -151,107 +139,92 @@ class Resumed(Iterator[Any]):
             )
         Resumed._last, self.done, self._in_item = self._number, self.done + self._in_item, 0
         try:
+            if self._lock is not None and not self._lock.is_held:
+                raise SynkError(f"synk.resume: a later loop saves in {self._folder}. Give each a folder of its own.")
             if is_told_to_stop():
                 self._stop()
-            if monotonic() > self._due:
-                self._call()
-            agreed = self._point.reached(self.done)
-            if agreed is not None:
-                self._save_if_equal(self._places[int(agreed)])
-            item = next(self._items)
-        except StopIteration:
-            self._finish()
+            if self.done >= self._meetings.at:
+                self._meet()
+            # Local steps are to take the average first: then all processes come here again at the next item.
+            if self._is_due and not any(v._is_averaged and not v._state.is_equal for v in self._variables.values()):
+                self._save()
+            if (item := next(self._items, _END)) is _END:
+                self._finish()
+        except BaseException as error:
+            self._end(f"synk.resume: this loop has raised {error!r:.200}. A new start goes on from the last save.")
+            if isinstance(error, StopIteration):
+                # It would end the loop without a word.
+                raise RuntimeError("synk.resume: extra raised StopIteration: an iterator in it has ended.") from error
             raise
-        except BaseException:
-            self._end()
-            raise
+        if item is _END:
+            raise StopIteration
         self._in_item, self._is_finished = self._results_of(item), False
         return item
 
-    def _call(self) -> None:
-        """Call for the save that is due."""
-        number, place = min(enumerate(self._places), key=lambda numbered: numbered[1].due)
-        if WRITER.is_idle:
-            self._point.call(str(number))
-            self._due = np.inf
-        elif place.is_memory:
-            place.due = monotonic() + place.every
-            self._set_due()
-            self._warn("a save in memory was due while another one was written; it is left out")
-
-    def _set_due(self) -> None:
-        """Set when this process looks for a save that is due. The clock of process 0 counts."""
-        self._due = min([place.due for place in self._places], default=np.inf) if self._is_writer else np.inf
-
-    def _save_if_equal(self, place: Place) -> None:
-        """Save, unless local steps are to take the average: then all processes come here again at the next item."""
-        if not any(v._is_averaged and not v._state.is_equal for v in self._variables.values()):
-            self._save(place)
-            self._point.answered(self.done)
+    @public_api
+    def _meet(self) -> None:
+        """Learn from process 0, with all others, whether to save, and when to meet again."""
+        call = f"synk.resume: a meeting after {self.done} items"
+        plan = self._group._peers.from_process_0(call, lambda: json.dumps(self._meetings.plan(self.done)))
+        is_due, ahead = json.loads(plan)
+        self._is_due, self._meetings.at = self._is_due or is_due, self.done + ahead
 
     @public_api
-    def _save(self, place: Place, is_last: bool = False, is_finished: bool = False) -> None:
+    def _save(self, is_last: bool = False, is_finished: bool = False) -> None:
         """Save all variables at this item; wait until they are written if it is the last save."""
         start = monotonic()
         extra = None if self._made_extra is None else checked_extra(self._made_extra(), "resume")
         extra = {"done": self.done, "extra": extra, "is_finished": is_finished}
 
+        # The thread that writes does not keep a loop that is left.
+        folder, done, keep = self._folder, self.done, self._keep
+
         def begin(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
-            # While the next checkpoint is written there are two, and one copy of it.
-            need = 3 * sum(array.nbytes for array in arrays.values()) if place.is_memory else 0
-            if need and need > free_bytes(place.folder):
-                self._warn("memory lacks room for memory_every; going on without", f" ({need:,} B, {place.folder})")
-                place.every = np.inf
-                return ""
-            return WRITER.run(lambda: self._write(place, about, arrays), f"item {about['extra']['done']}", not is_last)
+            act = write if is_last else _try_to_write
+            return WRITER.run(lambda: act(folder, done, about, arrays, keep), f"item {done}", not is_last)
 
-        save_together(f"synk.resume(item={self.done})", self._variables, extra, not is_last, begin)
-        # A save on disk serves in memory's place.
-        for saved in self._places if not place.is_memory else [place]:
-            saved.due = start + saved.every
+        call = f"synk.resume(item={self.done})"
+        save_together(call, self._variables, extra, not is_last, begin, WRITER.wait_quietly)
+        self._is_due = False
         self.saving += monotonic() - start
-        self._set_due()
-
-    def _write(self, place: Place, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        try:
-            write(place.folder, about["extra"]["done"], about, arrays, place.keep)
-        except OSError as error:
-            if not place.is_memory:
-                raise
-            self._warn("a save in memory has failed, and the one before stays", f": {error}")
 
     @public_api
     def _stop(self) -> None:
         """Save after a SIGTERM, and leave in all processes."""
-        for place in self._places[:1]:
-            if not place.is_memory:
-                self._save(place, is_last=True)
-                self._say(f"told to stop: {self.done:,} items are saved in {place.folder}")
+        self._save(is_last=True)
+        self._say(f"told to stop: {self.done:,} items are saved in {self._folder}")
         raise Preempted
 
     def _finish(self) -> None:
         """Save at the end, unless a run before has."""
-        if not self._is_finished and self._places:
-            self._save(self._places[0], is_last=True, is_finished=True)
-        for place in self._places[1:] if self._is_writer else []:
-            rmtree(place.folder, ignore_errors=True)
-        self._point.end()
+        if not self._is_finished:
+            self._save(is_last=True, is_finished=True)
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, failure: str = "") -> None:
+        """Leave the loop, and give the folder and SIGTERM back."""
+        if self._lock is not None:
+            self._lock.free()
         if not self._is_over:
-            self._is_over = True
+            self._is_over, self._failure = True, failure
             listen_no_more()
 
     def _say(self, text: str) -> None:
         if self._is_writer:
-            print(f"synk.resume: {text}", file=sys.stderr, flush=True)
+            _print(text)
 
-    def _warn(self, what: str, why: str = "") -> None:
-        """Say what goes wrong, once."""
-        if what not in self._warned:
-            self._say(what + why)
-        self._warned.add(what)
+
+def _try_to_write(folder: Path, done: int, *more: Any) -> None:
+    """Write, or say why not: the disk may have room again at the next save."""
+    try:
+        write(folder, done, *more)
+    except OSError as error:
+        why = f"{error.strerror or error}: {folder}"
+        _print(f"the save after {done:,} items has failed ({why}). The next save tries again")
+
+
+def _print(text: str) -> None:
+    print(f"synk.resume: {text}", file=sys.stderr, flush=True)
 
 
 @public_api
@@ -259,9 +232,8 @@ def resume(
     steps: Iterable[Any] | Callable[[int, Any], Iterable[Any]],
     variables: Mapping[str, Shared],
     *,
-    folder: Folder | None = None,
+    folder: Folder,
     save_every: float | None = 600.0,
-    memory_every: float | None = None,
     extra: Callable[[], Any] | None = None,
     keep: int | None = 3,
 ) -> Resumed:
@@ -274,22 +246,22 @@ def resume(
 
     Ranges, sequences and `synk.minibatches` are cut by index, also inside `enumerate` and `zip`, whose numbers go on.
     Loops of `f.iterate` and `f.stream` leave out their first batches, with their values of `synk.each`. Items of any
-    other iterable are asked for and dropped; a call of a synk function meanwhile raises, so write
-    `tqdm(synk.resume(batches, ...))` and not the reverse.
+    other iterable are asked for and dropped. If such an item calls a synk function, it raises, at a first start too:
+    put `synk.resume` inside, as in `tqdm(synk.resume(batches, ...))`.
 
-    While the loop runs, all processes save in the background before the same item, and at its end. After a SIGTERM they
-    save and raise `synk.Preempted`, which ends the program with code 143. After `break`, an error or Ctrl-C nothing is
-    saved, so the next start goes on from the last save. A finished loop yields nothing when it is started again.
+    While the loop runs, all processes save in the background before the same item, and at its end. A line says which
+    save has failed; the next one tries again. After a SIGTERM they save and raise `synk.Preempted`, which ends the
+    program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start goes on from the last
+    save. A finished loop yields nothing when it is started again. On one machine, `folder="/dev/shm/run"` with a short
+    `save_every` restarts from memory.
 
     Args:
       steps: what the loop goes through; or a function that takes `done` and `extra` and returns the items that are
         left, for loaders that keep a position of their own.
       variables: from name to shared variable: all that the loop updates, e.g. `training.variables`.
-      folder: where checkpoints lie, as those of `synk.save`; one for each loop. None: in memory alone.
-      save_every: seconds between two saves there, counted by process 0; None for one at the end alone.
-      memory_every: seconds between two saves in the memory of the machine, where they outlive a process. The folder is
-        one that `python -m synk launch` makes and removes. Without one, or without room in it for three times the
-        variables, a line says that the loop goes on without. None for no such saves.
+      folder: where checkpoints lie, as those of `synk.save`; one for each loop. A lock keeps other runs out of it.
+      save_every: seconds between two saves there, by the clock of process 0, which at each meeting of the processes
+        says after how many items they meet again, by the pace so far; None for one save, at the end.
       extra: called at each save in all processes; process 0's value is kept beside the variables, as that of
         `synk.save`.
       keep: how many checkpoints to leave in `folder`; None for all.
@@ -300,9 +272,11 @@ def resume(
 
     Raises:
       TypeError: `steps` is neither an iterable nor a function.
-      ValueError: there are fewer items than are done, a number is out of range, nowhere to save is given, or what
-        `synk.load` says of other variables.
-      SynkError: two loops save in one folder, or one loop runs inside an item of another.
+      ValueError: there are fewer items than are done, a number is out of range, or what `synk.load` says of other
+        variables.
+      OSError: nothing can be written to the folder; or the last save, at the end or after a SIGTERM, has failed.
+      SynkError: two loops or two runs save in one folder (a run waits 5 seconds for one that ends), one loop runs
+        inside an item of another, or a loop that has raised is asked for an item.
       CheckpointError: there are checkpoints, but none is whole.
 
     Example:
@@ -324,19 +298,22 @@ def resume(
     if not (isinstance(steps, Iterable) or callable(steps)):
         raise TypeError(f"synk.resume: steps is {shown(steps)}; give an iterable, or a function of `done` and `extra`.")
     check_variables(variables, "resume")
-    for name, seconds in {"save_every": save_every, "memory_every": memory_every}.items():
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
-            raise ValueError(f"synk.resume: {name} is {shown(seconds)}; give seconds > 0, or None.")
-    if folder is None and memory_every is None:
-        raise ValueError("synk.resume: there is nowhere to save; give folder=, memory_every= or both.")
+    if save_every is not None and (
+        isinstance(save_every, bool) or not isinstance(save_every, int | float) or save_every <= 0
+    ):
+        raise ValueError(f"synk.resume: save_every is {shown(save_every)}; give seconds > 0, or None.")
     check_keep(keep, "resume")
     if extra is not None and not callable(extra):
         raise TypeError(
             f"synk.resume: extra is {shown(extra)}; give a function that returns what to keep at each save."
         )
-    loop = Resumed(variables, extra)
-    place = None if folder is None else Path(folder).absolute()
-    loop.add_places(place, save_every, memory_every, keep)
-    loop.load()
-    loop.begin(steps)
+    loop = Resumed(variables, extra, Path(folder).absolute(), keep)
+    try:
+        loop.take_folder(save_every)
+        loop.load()
+        loop.begin(steps, save_every)
+    except BaseException:
+        # A traceback would keep the loop, and the loop the folder.
+        loop._end()
+        raise
     return loop

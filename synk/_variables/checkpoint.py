@@ -87,11 +87,12 @@ def save_together(
     extra: Any,
     is_copy: bool,
     begin: Callable[[dict[str, Any], dict[str, np.ndarray]], str],
+    wait: Callable[[], str] = WRITER.wait,
 ) -> None:
     """Collect the values of variables in host memory; process 0 begins to write them, by a description and arrays."""
     with eager():
         group = common_group(variables, "save")
-        group._peers.from_process_0(call, WRITER.wait)
+        group._peers.from_process_0(call, wait)
         is_writer = jax.process_index() == 0 or not group._is_multi_process
         arrays = dict(_arrays(variables, is_writer, is_copy and is_writer))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}

@@ -204,11 +204,6 @@ def read(folder: Path, step: int | None, attempts: int = ATTEMPTS) -> Checkpoint
     raise CheckpointError(f"synk.load: {which}. {' '.join(damaged)} Load another step, or start anew elsewhere.")
 
 
-def newest_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint by its name, whole or not; -1 if there is none."""
-    return max((number for number, _ in _checkpoints(folder)), default=-1)
-
-
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return numbers that tell a checkpoint from another in its place; None if there is none."""
     try:
@@ -316,13 +311,13 @@ class Writer:
             raise failure
         return ""
 
-    def wait_quietly(self) -> None:
+    def wait_quietly(self) -> str:
         """Wait until nothing is being written."""
         while True:
             # A handler of a signal that saves, too, would wait for the lock of this wait.
             with uninterrupted():
                 if self._is_idle.wait(0.05):
-                    return
+                    return ""
 
     def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
         """Write now, or begin to in a thread, for which Python waits at its end."""

@@ -35,7 +35,7 @@ import optax
 
 import synk
 import synk.train
-from synk._distributed import agreement, coordinator, liveness, save_point
+from synk._distributed import agreement, coordinator, liveness
 from synk._loops import resume
 from synk._variables import checkpoint, checkpoint_files
 
@@ -44,25 +44,26 @@ from ..harness import said, say
 
 ROWS, BATCH = 40, 7
 EPOCHS = 7, 4  # of the first loop and of the second
+SMALL = 4 << 20  # bytes of a file system with room for some checkpoints
 DEADLINE = 120  # seconds for a launch, which takes five
 FROZEN = 60  # seconds more where a process freezes
 LAUNCHES = 8
 
 KINDS = {
-    "kill": 40, "term": 10, "raise": 12, "exit": 10, "freeze": 3, "kill launcher": 10, "term launcher": 12, "full": 6,
-    "fill": 4,
+    "kill": 40, "term": 10, "raise": 12, "exit": 10, "freeze": 3, "kill launcher": 10, "term launcher": 12, "full": 10,
+    "fill": 6,
 }  # fmt: skip
 # Where faults come, and how often a process passes there in most programs.
 PLACES = {
-    "starts": 1, "meets": 1, "has met": 1, "loads": 1, "compiles": 2, "launches": 60, "steps": 40, "agrees": 2,
+    "starts": 1, "meets": 1, "has met": 1, "loads": 1, "compiles": 2, "launches": 60, "steps": 40, "meets again": 9,
     "saves": 3, "finishes": 1, "ends": 1, "exits": 1, "has waited": 1,
 }  # fmt: skip
 # Where process 0 alone passes, and all where a run goes on.
-OF_PROCESS_0 = {"calls": 2, "writes": 8, "puts": 3, "removes": 3}
+OF_PROCESS_0 = {"locks": 1, "writes": 8, "puts": 3, "removes": 3}
 GOING_ON = {"reads": 1, "sets": 1}
 # Places in a thread, or behind the end of the program, where an error would be no user's.
-NO_ERRORS = ("calls", "agrees", "exits", "has waited")
-LOOPS = "range", "minibatches", "enumerate", "zip", "list", "generator", "iterate", "stream", "function"
+NO_ERRORS = ("exits", "has waited")
+LOOPS = "range minibatches enumerate zip list generator iterate stream function loader loader".split()
 # What may be the last word of a run whose program was edited, or is shorter in one process.
 WORDS = {
     "fewer": r"items are done, but now there are|batches are left out|no batch is left|start is \d+",
@@ -92,9 +93,8 @@ class Case:
     trainer: str
     blocks: int | None
     loops: list[str]
-    folder: bool
     save_every: float | None
-    memory_every: float | None
+    is_small: bool  # whether the folder is a file system of its own, with room for some checkpoints
     sleep: float
     evaluates: bool
     stop_at: int | None
@@ -118,13 +118,11 @@ def drawn(seed):
     trainer = draw.choice(("plain", "step", "step", "sharded", "local"))
     size = lambda: draw.choice(([2, 1], [2, 2], [3, 1]))  # noqa: E731
     sizes = [size()] + ([size(), size()] if trainer != "local" and chance(0.6) else [])
-    where = draw.choice(("folder", "memory", "both", "both"))
     case = Case(
         seed, sizes, trainer, draw.choice((None, 2)) if trainer in ("plain", "step") else None,
-        [draw.choice(LOOPS) for _ in range(draw.choice((1, 1, 2)))], where != "memory",
-        draw.choice((None, 0.5, 0.2, 0.05)), draw.choice((0.3, 0.1, 0.05)) if where != "folder" else None,
-        draw.choice((0.003, 0.01, 0.02)), chance(0.3), draw.choice((None, None, None, 17)),
-        draw.choice((None,) * 15 + ("more", "fewer", "name") * 2 + ("shorter",)), chance(0.3), chance(0.9),
+        [draw.choice(LOOPS) for _ in range(draw.choice((1, 2, 2)))],
+        draw.choice((None, 0.5, 0.2, 0.1, 0.05)), False, draw.choice((0.003, 0.01, 0.02)), chance(0.3),
+        draw.choice((None, None, None, 17)), draw.choice((None,) * 15 + ("more", "fewer", "name") * 2 + ("shorter",)), chance(0.3), chance(0.9),
     )  # fmt: skip
     if case.edit == "shorter":
         case.stop_at = None
@@ -146,6 +144,7 @@ def drawn(seed):
             kind = "kill"
         victims = [0] if kind in ("full", "fill") else victims[:1] if "launcher" in kind else victims
         case.faults.append(Fault(kind, victims, place, visit, after, stage))
+        case.is_small |= kind == "fill"
     return case
 
 
@@ -196,8 +195,20 @@ def data(case):
     return x, np.tanh(x.sum(-1)), np.arange(ROWS)
 
 
+class Loader:
+    """A loader whose state is how many items it has given."""
+
+    def __init__(self, items):
+        self.items, self.taken = items, 0
+
+    def __iter__(self):
+        while self.taken < len(self.items):
+            self.taken += 1
+            yield self.items[self.taken - 1]
+
+
 def items_of(kind, fn, rows, epochs):
-    """Return what a loop of a kind goes through, and what to do with an item of it."""
+    """Return what a loop of a kind goes through, what to do with an item of it, and the state of its loader or None."""
     batches = synk.minibatches(ROWS, BATCH, epochs=epochs)
     by_hand = [*batches]
 
@@ -205,23 +216,34 @@ def items_of(kind, fn, rows, epochs):
         return fn(*rows, batch=batch)
 
     def left(done, extra):
-        assert extra is None or extra == {"done": done}, (done, extra)
-        return (by_hand[i] for i in range(done, len(by_hand)))
+        loader.taken = 0 if extra is None else extra["taken"]
+        assert loader.taken == done, (done, extra)
+        if done > len(by_hand):
+            raise ValueError(f"{done} items are done, but now there are {len(by_hand)}")
+        return fn.stream(loader, prefetch=0) if kind == "loader" else iter(loader)
 
+    def state():
+        return {"taken": loader.taken}
+
+    loader = Loader([[part[batch] for part in rows] for batch in by_hand] if kind == "loader" else by_hand)
     match kind:
         case "range":
-            return range(len(by_hand)), lambda i: step(by_hand[i])
+            return range(len(by_hand)), lambda i: step(by_hand[i]), None
         case "enumerate":
-            return enumerate(batches), lambda item: step(by_hand[item[0]])
+            return enumerate(batches), lambda item: step(by_hand[item[0]]), None
         case "zip":
-            return zip(count(), batches, strict=False), lambda item: step(by_hand[item[0]])
+            return zip(count(), batches, strict=False), lambda item: step(by_hand[item[0]]), None
         case "iterate":
-            return fn.iterate(*rows, batches=batches), lambda result: result
+            return fn.iterate(*rows, batches=batches), lambda result: result, None
         case "stream":
-            return fn.stream([part[batch] for part in rows] for batch in by_hand), lambda result: result
+            return fn.stream([part[batch] for part in rows] for batch in by_hand), lambda result: result, None
+        case "loader":
+            return left, lambda result: result, state
+        case "function":
+            return left, step, state
         case _:
-            of = {"minibatches": batches, "list": by_hand, "generator": (batch for batch in by_hand), "function": left}
-            return of[kind], step
+            of = {"minibatches": batches, "list": by_hand, "generator": (batch for batch in by_hand)}
+            return of[kind], step, None
 
 
 def train(case, is_edited, is_resumed, faults):
@@ -237,15 +259,13 @@ def train(case, is_edited, is_resumed, faults):
             epochs += {"more": 2, "fewer": -2}.get(case.edit, 0)
         if case.edit == "shorter" and is_resumed:
             epochs -= jax.process_index() == 1
-        items, body = items_of(kind, fn, rows, epochs)
-        if kind == "function" and not is_resumed:
-            items = items(0, None)
-        elif is_resumed:
-            folder = Path(case.at) / f"loop-{number}" if case.folder else None
-            places = {"folder": folder, "save_every": case.save_every, "memory_every": case.memory_every}
-            extra = (lambda: {"done": loops[-1].done}) if kind == "function" else None
-            items = synk.resume(items, everything, **places, extra=extra)
+        items, body, state = items_of(kind, fn, rows, epochs)
+        if is_resumed:
+            folder = Path(case.at) / "saves" / f"loop-{number}"
+            items = synk.resume(items, everything, folder=folder, save_every=case.save_every, extra=state)
             loops.append(items)
+        elif state is not None:
+            items = items(0, None)
         for i, item in enumerate(items, loops[-1].done if is_resumed else 0):
             result = body(item)
             seen.value = seen.value.at[number].add(result[1])
@@ -285,6 +305,10 @@ class Faults:
         self.folder, self.visits = Path(case.at) / "fired", Counter()
         stages = {int(path.name.split("-")[0]) for path in self.folder.iterdir()}
         me, n = int(os.environ["SYNK_PROCESS_ID"]), int(os.environ["SYNK_NUM_PROCESSES"])
+        self.junk = Path(case.at) / "saves" / "junk"
+        # A process that has filled the disk may have died.
+        if me == 0:
+            self.junk.unlink(missing_ok=True)
         due = [f for f in case.faults if not f.stage or f.stage - 1 in stages]
         self.due = [f for f in due if me in [victim % n for victim in f.processes]]
 
@@ -321,7 +345,8 @@ class Faults:
                 back = resource.RLIM_INFINITY, resource.RLIM_INFINITY
                 threading.Timer(0.6, resource.setrlimit, [resource.RLIMIT_FSIZE, back]).start()
             case "fill":
-                fill(Path(os.environ["SYNK_MEMORY_FOLDER"]))
+                fill(self.junk)
+                threading.Timer(0.6, self.junk.unlink, [True]).start()
             case _:
                 number = {"kill": "KILL", "freeze": "STOP", "term": "TERM"}[fault.kind.split()[0]]
                 os.kill(os.getppid() if "launcher" in fault.kind else os.getpid(), getattr(signal, f"SIG{number}"))
@@ -335,8 +360,8 @@ class Faults:
             (checkpoint, "commit_all", "sets"),
             (jax.stages.Lowered, "compile", "compiles"),
             (agreement.JaxPeers, "before_launch", "launches"),
-            (save_point.SavePoint, "_put_call", "calls"),
-            (save_point.SavePoint, "_agree", "agrees"),
+            (resume, "FolderLock", "locks"),
+            (resume.Resumed, "_meet", "meets again"),
             (resume.Resumed, "_save", "saves"),
             (checkpoint_files, "_write_arrays", "writes"),
             (checkpoint_files, "_to_disk", "writes"),
@@ -360,11 +385,10 @@ class Faults:
         setattr(owner, name, wrapped)
 
 
-def fill(folder):
+def fill(junk):
     """Fill a small file system."""
-    folder.mkdir(exist_ok=True)
-    if shutil.disk_usage(folder).total < 1 << 20:
-        with contextlib.suppress(OSError), open(folder / "junk", "wb", buffering=0) as file:
+    if shutil.disk_usage(junk.parent).total == SMALL:
+        with contextlib.suppress(OSError), open(junk, "wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
 
@@ -421,12 +445,12 @@ def text_of(case):
     return json.dumps(asdict(case))
 
 
-def options_of(case, number, memory):
+def options_of(case, number):
     """Return the launcher's options."""
     n, devices = case.sizes[min(number, len(case.sizes) - 1)]
     # An edited program may end in words each time.
     restarts = {None: 6, "more": 6, "shorter": 1}.get(case.edit, len(case.faults) + 1)
-    return "-n", n, "--devices-per-process", devices, "--restarts", restarts, "--memory-folder", memory
+    return "-n", n, "--devices-per-process", devices, "--restarts", restarts
 
 
 class Wrong(Exception):
@@ -435,16 +459,16 @@ class Wrong(Exception):
 
 def run(case):
     """Run a case. Raise Wrong."""
-    at, memory = Path(case.at), Path(case.at) / "memory"
-    for folder in (at / "fired", memory):
+    at, saves = Path(case.at), Path(case.at) / "saves"
+    for folder in (at / "fired", saves):
         folder.mkdir()
-    is_small = any(fault.kind == "fill" for fault in case.faults) and os.geteuid() == 0
+    is_small = case.is_small and os.geteuid() == 0
     if is_small:
-        mounting = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(memory)]
+        mounting = ["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "tmpfs", str(saves)]
         is_small = subprocess.run(mounting, stderr=subprocess.DEVNULL).returncode == 0
     try:
         for number in range(LAUNCHES):
-            code = one_launch(case, number, memory)
+            code = one_launch(case, number)
             output = (at / f"launch-{number}").read_text(errors="replace")
             if code == 0:
                 break
@@ -463,14 +487,14 @@ def run(case):
         check_files(case)
     finally:
         if is_small:
-            subprocess.run(["umount", "-l", str(memory)], check=True)
+            subprocess.run(["umount", "-l", str(saves)], check=True)
 
 
-def one_launch(case, number, memory):
+def one_launch(case, number):
     """Launch once, wait for the end, and return its code. Nothing may be left of it."""
     log, deadline = Path(case.at) / f"launch-{number}", DEADLINE + FROZEN * any(f.kind == "freeze" for f in case.faults)
     with harness.Launcher(
-        case.at, *options_of(case, number, memory), *harness.of_forks(play_text), text_of(case), log=log,
+        case.at, *options_of(case, number), *harness.of_forks(play_text), text_of(case), log=log,
         program=harness.launch_forks, DISASTER_LAUNCH=str(number), DISASTER_CACHE=os.environ["DISASTER_CACHE"],
     ) as launcher:  # fmt: skip
         try:
@@ -481,10 +505,10 @@ def one_launch(case, number, memory):
             raise Wrong(f"launch {number} hangs, with processes {pids}") from error
     # Behind a launcher that was killed the guard needs a moment.
     until = time.monotonic() + 5
-    while (pids := living(log)) or any(memory.iterdir()):
+    while pids := living(log):
         if time.monotonic() > until:
             end(pids)
-            raise Wrong(f"launch {number} has left processes {pids}, and in memory {[*memory.iterdir()]}")
+            raise Wrong(f"launch {number} has left processes {pids}")
         time.sleep(0.02)
     return ended.code
 
@@ -533,7 +557,7 @@ def compare(case, output):
         raise Wrong("no process has come to its end")
     wanted = [undisturbed(case, ends[0]["is_edited"])]
     # Where items are asked for and dropped, or made by a function, nobody asks for more of a loop that has ended.
-    if case.edit == "more" and case.loops[-1] in ("generator", "function"):
+    if case.edit == "more" and case.loops[-1] in ("generator", "function", "loader"):
         wanted.append(undisturbed(case, False))
     for line in ends:
         differences = [difference(case, one, line["values"]) for one in wanted]
@@ -553,7 +577,7 @@ def difference(case, wanted, got):
 
 def check_files(case):
     """Raise Wrong if a checkpoint is half, or lines of the log are missing or another process's."""
-    for path in Path(case.at).glob("loop-*/*step-*"):
+    for path in Path(case.at).glob("saves/loop-*/*step-*"):
         if path.name.startswith("step-"):
             checkpoint_files._read_whole(path)[1].close()
     if all(fault.kind != "full" for fault in case.faults):
@@ -589,7 +613,7 @@ def told(case):
         for f in case.faults
     )
     sizes = " ".join(f"{n}x{devices}" for n, devices in case.sizes)
-    saves = f"{case.save_every if case.folder else '-'}/{case.memory_every or '-'} s"
+    saves = f"each {case.save_every} s" if case.save_every else "at the end"
     more = [f"blocks={case.blocks}"] * bool(case.blocks) + [f"until {case.stop_at}"] * bool(case.stop_at)
     more += [word for word in ("evaluates", "helper") if getattr(case, word)] + [case.edit] * bool(case.edit)
     return f"seed {case.seed}: {sizes}, {case.trainer} {'+'.join(case.loops)} {' '.join(more)}, saves {saves}: {faults}"

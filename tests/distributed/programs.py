@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import synk
-from synk._distributed import coordinator, save_point
+from synk._distributed import coordinator
 from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
 
@@ -255,6 +255,10 @@ def goes_on(folder, how="", items="60"):
     resume = sys.modules["synk._loops.resume"] if synk.resume else None
     resume.write = lambda folder, step, *more: (saved.append(step), write(folder, step, *more))[1]
     items -= 20 * (how == "shorter" and me == 1)
+    if "alone" in how and me == 0:
+        with synk.init(jax.local_devices()):
+            for _ in synk.resume(range(9), {"own": synk.shared(0.0, name="own")}, folder=f"{folder}/own"):
+                pass
     loop = synk.resume(
         enumerate(synk.minibatches(7, 3, epochs=items // 3)), {"counts": counts}, folder=folder, save_every=0.1
     )
@@ -263,7 +267,7 @@ def goes_on(folder, how="", items="60"):
         count(np.arange(7, dtype=np.int32), batch=rows)
         # Processes are at different items when a save is due, and one waits for the other within an item.
         time.sleep(0.03 if i % 5 == me else 0.001)
-        if how == "stopped" and me == 1 and i == 23:
+        if "stopped" in how and me == 1 and i == 23:
             os.kill(os.getpid(), signal.SIGTERM)
         if how == "breaks" and i == 23:
             break
@@ -353,16 +357,15 @@ def leaves_a_loop(folder):
 
 
 def saves_often(folder):
-    """Call for the next save while process 1 is still at the one before, and count what is left in the store."""
+    """Meet and save at nearly every item, and tell of the threads and of what is left in the store."""
     join()
-    point, w = save_point.SavePoint, synk.shared(0.0, name="w")
-    answered = point.answered
-    if jax.process_index() == 1:
-        point.answered = lambda *args: (time.sleep(0.05), answered(*args))
+    w, threads = synk.shared(0.0, name="w"), set()
     for _ in synk.resume(range(200), {"w": w}, folder=folder, save_every=0.01):
         w.value = w.value + 1.0
         time.sleep(0.002)
-    say("ends", w=float(w.value), left=len(coordinator._client().key_value_dir_get("synk/")))
+        threads |= {thread.name for thread in threading.enumerate()}
+    left = len(coordinator._client().key_value_dir_get("synk/"))
+    say("ends", w=float(w.value), threads=sorted(threads), left=left)
 
 
 def ends():

@@ -411,9 +411,10 @@ def test_measured_calls_name_the_slowest_process():
     assert late_python["spent"][before] > 0.03 > late_python["spent"][waiting]
 
 
-def test_a_loop_that_is_told_to_stop(tmp_path):
-    """After a SIGTERM to one process all save at one item, end with 143, and go on."""
-    first = harness.run(programs.goes_on, tmp_path, "stopped", 900, processes=2)
+@pytest.mark.parametrize("how", ["stopped", "stopped, after process 0 alone"])
+def test_a_loop_that_is_told_to_stop(tmp_path, how):
+    """After a SIGTERM to one process all save at one item, end with 143, and go on, whatever one has resumed before."""
+    first = harness.run(programs.goes_on, tmp_path, how, 900, processes=2)
     assert [end.code for end in first] == [143] * 2, first
     ends = harness.run(programs.goes_on, tmp_path, "", 900, processes=2, devices=2)
     (start, end), _ = [said(end.output) for end in ends]
@@ -428,10 +429,21 @@ def test_a_loop_that_ends_alone(tmp_path, how):
         assert end.code in (1, 75, -signal.SIGABRT) and re.search(said_so, end.output), end
 
 
-def test_a_save_is_called_for_while_another_ends(tmp_path):
-    """The call is kept, so processes go on together; what they told each other at saves does not pile up."""
-    for end in harness.run(programs.saves_often, tmp_path, processes=2):
+def test_saves_need_no_thread_but_the_one_that_writes(tmp_path):
+    """And what processes tell each other at meetings does not pile up."""
+    for rank, end in enumerate(harness.run(programs.saves_often, tmp_path, processes=2)):
         assert end.code == 0 and said(end.output)[0]["w"] == 200 and said(end.output)[0]["left"] < 20, end
+        ours = [name for name in said(end.output)[0]["threads"] if name.startswith("synk")]
+        assert ours == ["synk-heartbeat", "synk-save"][: 2 - rank]
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    """All processes of the second raise, and name the first."""
+    with group_of("simulated", 2):
+        first = synk.resume(range(3), {"w": synk.shared(0.0)}, folder=tmp_path)
+        for end in harness.run(programs.goes_on, tmp_path, processes=2, deadline=60):
+            assert end.code == 1 and f"another run saves in {tmp_path}: process {os.getpid()} on" in end.output, end
+        next(first)
 
 
 @pytest.mark.parametrize("program", ["ends", "leaves_a_loop"])

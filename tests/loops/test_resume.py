@@ -4,9 +4,10 @@ import itertools
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
-import time
-from shutil import disk_usage
+from contextlib import suppress
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._loops import machine_memory, resume
+from synk._loops import folder_lock, meetings, resume
 from synk._variables import checkpoint_files
 
 from ..helpers import Bar, numbers, slow_but
@@ -80,13 +81,6 @@ KINDS = {
 
 
 of_kinds = pytest.mark.parametrize("kind", slow_but(("both", "generator", "iterate", "function"), KINDS))
-
-
-@pytest.fixture(autouse=True)
-def no_memory(monkeypatch):
-    """No launcher; loops are numbered from 0, as in a program."""
-    monkeypatch.delenv("SYNK_MEMORY_FOLDER", raising=False)
-    monkeypatch.setattr(resume.Resumed, "_count", 0)
 
 
 def start(n, folder, kind="minibatches", stop=None, save_every=1e-9, make=None, **options):
@@ -157,12 +151,12 @@ def test_a_loop_that_is_left_saves_nothing(tmp_path, how):
 def test_a_finished_loop_yields_nothing(tmp_path, kind):
     """It is not saved again, and its variables have their last values."""
     run, *_ = start(2, tmp_path, kind, save_every=None)
-    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("step-*/*"))]
     again, loop, losses = start(3, tmp_path, kind, save_every=None)
     assert (losses, loop.done, before) == (
         {},
         len(BATCHES),
-        [p.stat().st_mtime_ns for p in sorted(tmp_path.rglob("*"))],
+        [p.stat().st_mtime_ns for p in sorted(tmp_path.rglob("step-*/*"))],
     )
     assert run.values["w"].tolist() == again.values["w"].tolist()
 
@@ -211,8 +205,9 @@ def test_fewer_items_than_are_done(tmp_path, kind, monkeypatch):
         start(2, tmp_path, kind)
 
 
-def test_calls_for_items_that_are_left_out(tmp_path):
-    """A generator that trains would train twice, in silence: calls raise. A bar around the loop is right."""
+@pytest.mark.parametrize("done", [0, 6])
+def test_items_that_train(tmp_path, done):
+    """A start after a fault would train on them twice, in silence: calls raise, at a first start too."""
 
     def trained(run):
         for at, batch in enumerate(minibatches()):
@@ -221,15 +216,34 @@ def test_calls_for_items_that_are_left_out(tmp_path):
     def iterated(run):
         yield from run.iterate()
 
-    start(2, tmp_path, stop=6)
-    for make in (trained, iterated):
-        with pytest.raises(synk.SynkError, match=r"on_part: it is called for an item that synk.resume leaves out"):
-            start(2, tmp_path, make=make)
-    assert len(start(2, tmp_path, make=lambda run: minibatches())[2]) == len(BATCHES) - 6
+    kinds = {
+        "generator": trained,
+        "generator over a loop": iterated,
+        "bar": lambda run: Bar(run.iterate()),
+        "bar of items": lambda run: enumerate(Bar(run.step.stream(items(run)))),
+        "map": lambda run: map(run.take, BATCHES),
+        "zip": lambda run: zip(range(99), trained(run), strict=False),
+        "lists": lambda run: Bar(run.iterate(per_launch=3)),
+    }
+    if done:
+        start(2, tmp_path, stop=done)
+    for name, make in kinds.items():
+        place = tmp_path if done else tmp_path / name
+        with pytest.raises(synk.SynkError, match=r"on_part: .* while synk.resume asks .*Put synk.resume inside: `for"):
+            start(2, place, make=make)
+        assert done or not saved_in(place)
+    assert len(start(2, tmp_path, make=lambda run: minibatches())[2]) == len(BATCHES) - done
+
+
+def test_a_bar_around_the_loop(tmp_path):
+    """It trains on all items, as a function of what is left may do itself."""
     with synk.simulate(2):
         run = Run()
-        bar = Bar(synk.resume(minibatches(), run.variables, folder=tmp_path / "new", save_every=1e-9))
+        bar = Bar(synk.resume(minibatches(), run.variables, folder=tmp_path / "a", save_every=1e-9))
         assert len([run.take(batch, at) for at, batch in enumerate(bar)]) == len(BATCHES)
+        left = lambda done, extra: Bar(run.iterate())  # noqa: E731
+        assert len([*synk.resume(left, run.variables, folder=tmp_path / "b")]) == len(BATCHES)
+        assert run.counts.value.tolist() == [2 * EPOCHS] * ROWS
 
 
 def test_a_loop_that_has_begun(tmp_path):
@@ -302,10 +316,12 @@ def test_a_folder_of_save(tmp_path):
 
 
 def test_other_variables(tmp_path):
-    """A variable that was renamed raises what synk.load says, and nothing is overwritten."""
+    """A variable that was renamed raises what synk.load says, nothing is overwritten, and the right ones still load."""
     start(2, tmp_path, stop=4)
-    with synk.simulate(2), pytest.raises(ValueError, match="has no other"):
-        synk.resume(minibatches(), {"other": Run().w}, folder=tmp_path)
+    with synk.simulate(2):
+        with pytest.raises(ValueError, match="has no other"):
+            synk.resume(minibatches(), {"other": Run().w}, folder=tmp_path)
+        assert synk.resume(minibatches(), Run().variables, folder=tmp_path).done == 4
 
 
 @pytest.mark.parametrize(
@@ -313,9 +329,8 @@ def test_other_variables(tmp_path):
     [
         (TypeError, "steps is 3", {"steps": 3}),
         (TypeError, "variables is", {"variables": [1]}),
-        (ValueError, "nowhere to save", {"folder": None}),
         (ValueError, "save_every is 0", {"save_every": 0}),
-        (ValueError, "memory_every is '1'", {"memory_every": "1"}),
+        (ValueError, "save_every is '1'", {"save_every": "1"}),
         (ValueError, "keep is 0", {"keep": 0}),
         (TypeError, "extra is", {"extra": {"a": 1}}),
         (NotADirectoryError, "give a folder", {"folder": __file__}),
@@ -334,6 +349,12 @@ def test_extra_that_json_changes(tmp_path):
         start(2, tmp_path, extra=lambda: (1, 2))
 
 
+def test_extra_that_ends_an_iterator(tmp_path):
+    """The loop does not seem to have ended."""
+    with pytest.raises(RuntimeError, match=r"synk.resume: extra raised StopIteration"):
+        start(2, tmp_path, extra=lambda: next(iter([])))
+
+
 def test_sigterm(tmp_path):
     """All is saved at the next item, the program ends with 143, and the signal has its handler of before again."""
     before, seen = signal.getsignal(signal.SIGTERM), []
@@ -343,7 +364,7 @@ def test_sigterm(tmp_path):
             seen.append(run.take(batch, at))
             if at == 6:
                 os.kill(os.getpid(), signal.SIGTERM)
-    assert (stopped.value.code, len(seen), [p.name for p in tmp_path.iterdir()]) == (143, 7, ["step-00000007"])
+    assert (stopped.value.code, len(seen), saved_in(tmp_path)) == (143, 7, [7])
     assert signal.getsignal(signal.SIGTERM) == before
     run, _loop, losses = start(3, tmp_path)
     assert min(losses) == 7 and run.values["counts"].tolist() == [EPOCHS] * ROWS
@@ -379,105 +400,163 @@ def test_local_steps(tmp_path):
         assert all(int(path.name[5:]) % 4 == 0 or not stop for path in tmp_path.glob("step-*"))
 
 
-# In memory.
-
-
-@pytest.fixture
-def memory(tmp_path, monkeypatch):
-    """Give the program a folder in memory, as the launcher does."""
-    monkeypatch.setenv("SYNK_MEMORY_FOLDER", str(tmp_path / "memory"))
-    return tmp_path / "memory"
+# Saves that fail, and folders of others.
 
 
 def saved_in(folder):
-    return [int(path.name[5:]) for path in sorted(folder.glob("**/step-*"))]
+    return [int(path.name[5:]) for path in sorted(folder.glob("step-*"))]
 
 
-def test_memory(tmp_path, memory, monkeypatch, capsys):
-    """The newest of folder and memory is loaded. Memory holds one checkpoint, and none once the folder has the end."""
-    start(2, tmp_path / "run", stop=2)
-    monkeypatch.setattr(resume.Resumed, "_count", 0)
-    start(2, tmp_path / "run", stop=5, save_every=None, memory_every=1e-9)
-    assert saved_in(memory) == [5] and saved_in(tmp_path / "run")[-1] == 2
-    monkeypatch.setattr(resume.Resumed, "_count", 0)
-    run, _loop, losses = start(3, tmp_path / "run", memory_every=1e-9)
-    assert min(losses) == 5 and run.values["counts"].tolist() == [EPOCHS] * ROWS
-    assert "going on after 5 items" in capsys.readouterr().err
-    assert saved_in(memory) == [] and saved_in(tmp_path / "run")[-1] == len(BATCHES)
-
-
-def test_memory_alone(memory, monkeypatch):
-    """Without a folder the end is saved in memory too. The second loop of a program has a place of its own."""
-    start(2, None, memory_every=1e-9)
-    start(2, None, memory_every=1e-9, stop=7)
-    assert sorted(saved_in(memory)) == [7, len(BATCHES)]
-    monkeypatch.setattr(resume.Resumed, "_count", 0)
-    assert [start(2, None, memory_every=1e-9)[2].keys() & {0, 7} for _ in range(2)] == [set(), {7}]
-
-
-def test_without_a_launcher(capsys):
-    """A line says so once, and the loop goes on."""
-    assert len(start(2, None, memory_every=1.0)[2]) == len(BATCHES)
-    assert capsys.readouterr().err.count("memory_every needs the folder") == 1
-
-
-@pytest.mark.parametrize("lacks", ["disk", "limit", "later"])
-def test_no_room_in_memory(memory, monkeypatch, capsys, lacks):
-    """The loop goes on, and says so once. Where there is no room any more, the checkpoint before stays."""
-    if lacks == "later":
-        wrote = resume.write
-
-        def write(folder, step, *more):
-            if step > 3:
-                raise OSError(28, "No space left on device")
-            wrote(folder, step, *more)
-
-        monkeypatch.setattr(resume, "write", write)
-    elif lacks == "disk":
-        monkeypatch.setattr(machine_memory, "disk_usage", lambda folder: disk_usage(folder)._replace(free=100))
-    else:
-        (memory.parent / "max").write_text("1000\n")
-        (memory.parent / "now").write_text("990\n")
-        (memory.parent / "stat").write_text("anon 900\nactive_file 1\ninactive_file 2\n")
-        monkeypatch.setattr(machine_memory, "_CGROUPS", memory.parent)
-        monkeypatch.setattr(machine_memory, "_LIMITS", [("max", "now", "stat")])
-    assert len(start(2, None, memory_every=1e-9)[2]) == len(BATCHES)
-    said = capsys.readouterr().err
-    assert len(re.findall("lacks room|the one before stays", said)) == 1
-    assert saved_in(memory) == ([3] if lacks == "later" else [])
-
-
-def test_a_save_that_is_due_while_another_runs(tmp_path, memory, monkeypatch, capsys):
-    """One in memory is left out, with a line; never are two under way."""
-    running, most, wrote = [0], [0], resume.write
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk that is full for as long as the dictionary says so."""
+    state, wrote = {"full": False, "failed": 0}, checkpoint_files._write_arrays
 
     def write(*arguments):
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        time.sleep(0.2)
-        wrote(*arguments)
-        running[0] -= 1
+        if state["full"]:
+            state["failed"] += 1
+            raise OSError(28, "No space left on device")
+        return wrote(*arguments)
 
-    monkeypatch.setattr(resume, "write", write)
+    monkeypatch.setattr(checkpoint_files, "_write_arrays", write)
+    return state
+
+
+def test_a_save_that_fails_is_tried_again(tmp_path, disk, capsys):
+    """At the next save; lines say which have failed, and all items are done."""
     with synk.simulate(2):
         run = Run()
-        for at, batch in enumerate(
-            synk.resume(minibatches(), run.variables, memory_every=0.001, folder=tmp_path / "run")
-        ):
+        loop = synk.resume(minibatches(), run.variables, folder=tmp_path, save_every=1e-9, keep=None)
+        for at, batch in enumerate(loop):
             run.take(batch, at)
-            time.sleep(0.01)
-    assert most == [1] and capsys.readouterr().err.count("it is left out") == 1
+            checkpoint_files.WRITER.wait_quietly()
+            disk["full"] = at in (4, 5)
+    assert saved_in(tmp_path) == [i for i in range(1, len(BATCHES) + 1) if i not in (5, 6)]
+    said = capsys.readouterr().err
+    assert re.findall(r"the save after (\d+) items has failed \(No space left on device", said) == ["5", "6"]
 
 
-def test_a_failed_save_in_the_folder(tmp_path, monkeypatch):
-    """It raises at the next save, as in synk.save."""
+@pytest.mark.parametrize("how", ["end", "SIGTERM"])
+def test_the_last_save_comes_whatever_failed_before(tmp_path, disk, how):
+    """The end of a loop and a SIGTERM save, though all saves before have failed."""
+    disk["full"] = True
+    with synk.simulate(2), suppress(synk.Preempted):
+        run = Run()
+        for at, batch in enumerate(synk.resume(minibatches(), run.variables, folder=tmp_path, save_every=1e-9)):
+            run.take(batch, at)
+            if at == 7 and how == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)
+            checkpoint_files.WRITER.wait_quietly()
+            disk["full"] = at < (7 if how == "SIGTERM" else len(BATCHES) - 1)
+    assert disk["failed"] >= 6 and saved_in(tmp_path) == [8 if how == "SIGTERM" else len(BATCHES)]
 
-    def write(*arguments):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resume, "write", write)
-    with pytest.raises(OSError, match="item 0 was not written in the background"):
-        start(2, tmp_path / "run")
+def test_a_loop_that_raised_raises_again(tmp_path, disk):
+    """It never seems to have ended, be it at its last save or at an item."""
+
+    def broken():
+        yield from BATCHES[:2]
+        raise ZeroDivisionError("no more")
+
+    with synk.simulate(2):
+        run, disk["full"] = Run(), True
+        for steps, error in ((minibatches(), OSError), (broken(), ZeroDivisionError)):
+            loop = synk.resume(steps, run.variables, folder=tmp_path / error.__name__, save_every=None)
+            with pytest.raises(error):
+                [run.take(batch) for batch in loop]
+            for _ in range(2):
+                with pytest.raises(synk.SynkError, match=rf"this loop has raised {error.__name__}\("):
+                    next(loop)
+
+
+def test_a_folder_that_cannot_be_written_to():
+    """It raises before the loop."""
+    with synk.simulate(2), pytest.raises(OSError, match=r"synk.resume: nothing can be written to its folder"):
+        synk.resume(range(3), Run().variables, folder="/proc/run")
+
+
+def test_the_newest_whole_checkpoint(tmp_path):
+    """A warning names the damaged one, and items after the one before it are done again."""
+    start(2, tmp_path, stop=7, keep=3)
+    (tmp_path / "step-00000007" / "arrays.npz").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"step-00000007: arrays.npz is not what was written.* Step 6 is loaded"):
+        run, _, losses = start(3, tmp_path)
+    assert min(losses) == 6 and run.values["counts"].tolist() == [EPOCHS] * ROWS
+
+
+OTHER_RUN = """
+import sys, time, numpy as np, synk
+w = synk.shared(np.zeros(2, np.float32), name="w")
+for name in ("left", "run"):
+    for _ in synk.resume(range(9), {"w": w}, folder=sys.argv[1] + name):
+        if name == "left":
+            break
+        print("begun", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_two_runs_in_one_folder(tmp_path, monkeypatch):
+    """The second raises and names the first, by any path to it. It waits for one that ends, not for one that has left."""
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    command = [sys.executable, "-c", OTHER_RUN, f"{tmp_path}/"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other, synk.simulate(2):
+        try:
+            assert other.stdout.readline() == "begun\n"
+            monkeypatch.setattr(folder_lock, "PATIENCE", 0.0)
+            for name in ("run", "link"):
+                with pytest.raises(synk.SynkError, match=rf"run saves in .*{name}: process {other.pid} on .*, since"):
+                    synk.resume(range(3), Run().variables, folder=tmp_path / name)
+            assert len([*synk.resume(range(3), Run().variables, folder=tmp_path / "left")]) == 3
+            monkeypatch.setattr(folder_lock, "PATIENCE", 60.0)
+            threading.Timer(0.3, other.kill).start()
+            assert len([*synk.resume(range(3), Run().variables, folder=tmp_path / "run")]) == 3
+        finally:
+            other.kill()
+
+
+def test_one_folder_by_another_path(tmp_path):
+    """Two loops of one group raise, and a loop loses its folder to a later one of another group."""
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with synk.simulate(2):
+        first = synk.resume(range(3), Run().variables, folder=tmp_path / "run")
+        with pytest.raises(synk.SynkError, match="a loop before saves in"):
+            synk.resume(range(3), Run().variables, folder=tmp_path / "link")
+    with synk.simulate(3):
+        assert len([*synk.resume(range(3), Run().variables, folder=tmp_path / "link")]) == 3
+    for _ in range(2):
+        with pytest.raises(synk.SynkError, match=r"a later loop saves in .*/run\."):
+            next(first)
+
+
+def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
+    """A line says so, and the loop goes on."""
+
+    def lockf(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    assert len(start(2, tmp_path)[2]) == len(BATCHES)
+    assert capsys.readouterr().err.count("has no locks (No locks available), so a second run in it goes unnoticed") == 1
+
+
+def test_times_of_saves(tmp_path, monkeypatch):
+    """Saves come at their times, though items take more and more time, and few meetings plan them."""
+    clock, met = [0.0], []
+    monkeypatch.setattr(meetings, "monotonic", lambda: clock[0])
+    plan = meetings.Meetings.plan
+    monkeypatch.setattr(meetings.Meetings, "plan", lambda self, done: met.append(done) or plan(self, done))
+    times, wrote = [], resume.write
+    monkeypatch.setattr(resume, "write", lambda *args: times.append(clock[0]) or wrote(*args))
+    with synk.simulate(2):
+        variables = {"w": synk.shared(0.0, "w")}
+        for i in synk.resume(range(3000), variables, folder=tmp_path, save_every=60.0):
+            checkpoint_files.WRITER.wait_quietly()
+            clock[0] += 5.0 if i == 0 else 0.05 + i * 1e-4
+    *timed, _ = times
+    assert len(timed) == int(clock[0] / 60)
+    np.testing.assert_allclose(np.diff([0, *timed]), 60, atol=3)
+    assert len(met) < 16 * len(times)
 
 
 def test_loops_in_threads_leave_no_mark(tmp_path):
