@@ -282,7 +282,9 @@ class Function:
         group._refuse_if_absent(name)
         if member == "iterate":
             warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_all_batches))")
-        return check_batches(self._spec, bound, options, group, name, batches, self._note_order)
+        loop = check_batches(self._spec, bound, options, group, name, batches)
+        loop.note_order = self._note_order
+        return loop
 
     def _items(self, member: Literal["stream", "over"], options: CallOptions) -> Items:
         """Return what makes the calls of a loop over a loader."""

@@ -203,18 +203,15 @@ class Batches:
     Attributes:
       picker: what picks the rows of calls that are taken early.
       hold: what refuses writes to data that waiting calls read.
+      note_order: what is told each batch.
     """
 
+    note_order: Callable[[Any], None]
+
     def __init__(
-        self,
-        function: FunctionSpec,
-        bound: BoundArguments,
-        options: CallOptions,
-        group: Group,
-        name: str,
-        note_order: Callable[[Any], None],
+        self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str
     ) -> None:
-        self._name, self._stats, self._note_order = name, function.stats, note_order
+        self._name, self._stats = name, function.stats
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
         self._bound, _ = recognised(with_numbers, function.name, group)
@@ -226,7 +223,7 @@ class Batches:
         hold = self.hold
         try:
             for batch in Timed(batches, self._stats):
-                self._note_order(batch)
+                self.note_order(batch)
                 arguments = self._bound
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
@@ -288,18 +285,12 @@ class Timed(Iterator[T]):
 
 
 def check_batches(
-    function: FunctionSpec,
-    bound: BoundArguments,
-    options: CallOptions,
-    group: Group,
-    name: str,
-    batches: Any,
-    note_order: Callable[[Any], None],
+    function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Any
 ) -> Batches:
-    """Check the arguments of a loop over batches, and return what makes its calls; `note_order` is told each batch."""
+    """Check the arguments of a loop over batches, and return what makes its calls."""
     check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
     bound = bound._replace(leaves=_values_left(batches, bound, name))
-    rows = Batches(function, bound, options, group, name, note_order)
+    rows = Batches(function, bound, options, group, name)
     if not rows.picker.picked:
         raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
     return rows
