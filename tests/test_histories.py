@@ -30,6 +30,9 @@ from .helpers import (
     values,
 )
 
+# Histories give other numbers to names on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:.*it compiles for the third time")
+
 X = numbers(8)
 W = np.array([0.5, -1.0], np.float32)
 
