@@ -542,6 +542,7 @@ def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
 
 def test_times_of_saves(tmp_path, monkeypatch):
     """Saves come at their times, though items take more and more time, and few meetings plan them."""
+    # By a clock of the test: there is no other way to pass hours.
     clock, met = [0.0], []
     monkeypatch.setattr(meetings, "monotonic", lambda: clock[0])
     plan = meetings.Meetings.plan
