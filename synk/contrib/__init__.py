@@ -1,0 +1,1 @@
+"""Works and is tested, and may change between versions."""
