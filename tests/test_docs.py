@@ -25,7 +25,7 @@ MODULES = (
     "synk.stats",
     "synk.typing",
     "synk.orbax",
-    *["synk.pytensor"] * (find_spec("pytensor") is not None),
+    *["synk.contrib.pytensor"] * (find_spec("pytensor") is not None),
 )
 
 
@@ -41,7 +41,7 @@ def as_users_have_it():
 )
 def test_blocks_run_and_print_what_they_say(page, capsys):
     """One after the other, as a reader would."""
-    if page == "guides/pytensor.md":
+    if page == "contrib.md":
         pytest.importorskip("pytensor", reason='install the extra "pytensor"')
     checked = run_blocks(DOCS / page, capsys)
     assert checked == sum(

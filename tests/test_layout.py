@@ -34,7 +34,7 @@ MODULES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 TEXTS = {name: path.read_text().splitlines() for name, path in PATHS.items()}
 PUBLIC_MODULES = [synk, synk.train, synk.typing]
 if find_spec("pytensor"):
-    PUBLIC_MODULES.append(importlib.import_module("synk.pytensor"))
+    PUBLIC_MODULES.append(importlib.import_module("synk.contrib.pytensor"))
 PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC_MODULES for name in module.__all__}
 MEMBERS = {
     f"{name}.{member}": value
@@ -174,7 +174,7 @@ def test_names_that_are_completed():
     program = """
 import inspect, sys, jax, synk
 names = {name for name in dir(synk) if name[0] != "_"}
-assert not {"synk.stats", "synk.train", "synk.typing", "synk.orbax", "synk.pytensor"} & {*sys.modules}
+assert not {"synk.stats", "synk.train", "synk.typing", "synk.orbax", "synk.contrib.pytensor"} & {*sys.modules}
 assert names == {*synk.__all__, "stats", "train", "typing", "orbax", "pytensor"}
 assert {name for name, _ in inspect.getmembers(synk) if name[0] != "_"} == names - {"pytensor"}
 assert "optax" not in sys.modules and not jax.config.jax_enable_x64

@@ -8,7 +8,7 @@ from .mapped import COLLECTIVES, TREE_MAPS, Mapped, axis_of, short
 from .names import PMAPS, Program
 
 _ONE_VALUE = 'synk.shared(state) for what is updated; else pass it as it is, as a "broadcast" argument'
-_FIRST = 'w.value, or nothing for what op "same" or "mean" gives; synk.unstack(state) for a state saved stacked'
+_FIRST = 'w.value, or nothing for what op "same" or "mean" gives; synk.contrib.unstack(state) for a state saved stacked'
 _HELPERS = {
     "flax.jax_utils.replicate": _ONE_VALUE,
     "flax.jax_utils.unreplicate": _FIRST,

@@ -278,8 +278,9 @@ def resume(
     `tqdm(synk.resume(batches, ...))` and not the reverse.
 
     While the loop runs, all processes save in the background before the same item, and at its end. After a SIGTERM they
-    save and raise `synk.Preempted`, which ends the program with code 143. After `break`, an error or Ctrl-C nothing is
-    saved, so the next start goes on from the last save. A finished loop yields nothing when it is started again.
+    save and raise `synk.errors.Preempted`, which ends the program with code 143. After `break`, an error or Ctrl-C
+    nothing is saved, so the next start goes on from the last save. A finished loop yields nothing when it is started
+    again.
 
     Args:
       steps: what the loop goes through; or a function that takes `done` and `extra` and returns the items that are

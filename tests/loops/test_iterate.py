@@ -555,7 +555,7 @@ def loops_of(make):
         w = synk.shared(np.float32(2))
         f = synk.function(lambda x: x.sum() * w.value, name="f")
         return lambda batches: list(f.iterate(x, batches=batches))
-    kind = {"step": synk.train.step, "local": synk.train.local_steps}[make]
+    kind = {"step": synk.train.step, "local": synk.contrib.local_steps}[make]
     step = kind(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), name="f")
     return lambda batches: list(step.iterate(x, batches=batches))
 

@@ -192,7 +192,7 @@ def test_strict_promotion(four):
     """Nothing of synk's own mixes dtypes."""
     with jax.numpy_dtype_promotion("strict"):
         synk.train.step(masked_loss, START, optax.sgd(0.1), clip=1.0)(*rows_of(7), num_slices=2)
-        synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)(*rows_of(7))
+        synk.contrib.local_steps(masked_loss, START, optax.sgd(0.1), every=1)(*rows_of(7))
 
 
 def test_a_bound_keyword_is_a_constant(four):
@@ -202,7 +202,7 @@ def test_a_bound_keyword_is_a_constant(four):
     assert_close(step(*rows_of(7)), loss(START, *rows_of(7)))
 
 
-@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+@pytest.mark.parametrize("make", [synk.train.step, synk.contrib.local_steps])
 def test_given_arrays_need_not_stay(make):
     """Variables take the place of the parameters and the state, of which a step keeps no second copy."""
     given = np.ones(3, np.float32), np.zeros(3, np.float32)
@@ -364,7 +364,7 @@ def test_keys_in_the_state_advance(four):
 def test_keys_of_local_steps(four):
     """Those of a replica that has trained are kept, even if the first one had no rows."""
     rows = [synk.data(each, place="scatter") for each in rows_of(8)]
-    step = synk.train.local_steps(noisy, START, optax.sgd(0.1), every=2, state=noisy_state(0))
+    step = synk.contrib.local_steps(noisy, START, optax.sgd(0.1), every=2, state=noisy_state(0))
     for calls in range(1, 5):
         step(*rows, batch_s=[[], [0], [0, 1], []])
         assert_state(step.state.get_value(1), calls)
@@ -416,7 +416,7 @@ def weighted_mean(leaves, weights):
 def test_averaging_each_step_is_the_synchronous_step(four, loss):
     """With plain SGD, to rounding; for rows that do not divide, fewer than replicas, and weights."""
     batches = [rows_of(n, seed=1) for n in (8, 7, 3)]
-    step = synk.train.local_steps(loss, START, optax.sgd(0.3), every=1)
+    step = synk.contrib.local_steps(loss, START, optax.sgd(0.3), every=1)
     want = serial(loss, optax.sgd(0.3), batches)
     assert_close(([step(*b) for b in batches], step.params.value), want[:2])
 
@@ -425,7 +425,7 @@ def test_averaging_each_step_is_the_synchronous_step(four, loss):
 def test_replicas_train_on_their_own(four, tx):
     """Every third step parameters and optimizer state are averaged by rows, counts kept; and once more at the end."""
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3, 7, 8))]
-    with synk.train.local_steps(mean_loss, START, tx, every=3) as step:
+    with synk.contrib.local_steps(mean_loss, START, tx, every=3) as step:
         for batch in batches:
             step(*batch)
     want, opt_state = local_oracle(mean_loss, tx, batches, 3)[0]
@@ -436,7 +436,7 @@ def test_replicas_train_on_their_own(four, tx):
 def test_optimizer_state_may_stay_each_replicas_own(four):
     """Then only the parameters are averaged."""
     batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7, 8))], optax.sgd(0.2, momentum=0.9)
-    step = synk.train.local_steps(mean_loss, START, tx, every=2, optimizer_state=False)
+    step = synk.contrib.local_steps(mean_loss, START, tx, every=2, optimizer_state=False)
     for batch in batches:
         step(*batch)
     step.finish()
@@ -444,7 +444,7 @@ def test_optimizer_state_may_stay_each_replicas_own(four):
     assert_close(step.params.value, want[0][0])
     for rank in range(4):
         assert_close(step.opt_state.get_value(rank), want[rank][1])
-    with pytest.raises(synk.DivergedError, match=r"opt_state.*, unless optimizer_state=True"):
+    with pytest.raises(synk.errors.DivergedError, match=r"opt_state.*, unless optimizer_state=True"):
         step.opt_state.value
 
 
@@ -452,7 +452,7 @@ def test_iterate_averages_the_last_round(four):
     """The results come one by one, with their number; at the end the parameters are one value."""
     x, y = rows_of(34)
     batches = list(synk.minibatches(34, 8))
-    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=3)
+    step = synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1), every=3)
     steps = step.iterate(x, y, batches=batches, prefetch=4)
     assert len(steps) == 5 and len(list(steps)) == 5
     want = local_oracle(mean_loss, optax.sgd(0.1), [(x[i], y[i]) for i in batches], 3)
@@ -461,18 +461,18 @@ def test_iterate_averages_the_last_round(four):
 
 def test_before_the_average_replicas_differ(four):
     """Reading says so; finish averages once, and an error on the way out does not."""
-    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=9)
+    step = synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1), every=9)
     with pytest.raises(KeyError), step:
         step(*rows_of(7))
         raise KeyError
-    with pytest.raises(synk.DivergedError, match=r"params: its .* since mean_loss .* finish\(\)"):
+    with pytest.raises(synk.errors.DivergedError, match=r"params: its .* since mean_loss .* finish\(\)"):
         step.params.value
     step.finish()
     own = synk.function(
         lambda x: setattr(step.params, "value", jax.tree.map(lambda p: p + x.sum(), step.params.value)), name="own"
     )
     own(np.arange(7, dtype=np.float32))
-    with pytest.raises(synk.DivergedError, match=r"since own .* synk.all_reduce"):
+    with pytest.raises(synk.errors.DivergedError, match=r"since own .* synk.all_reduce"):
         step.params.value
     synk.broadcast(step.params)
     before = step.params.value
@@ -487,7 +487,7 @@ def test_before_the_average_replicas_differ(four):
 @pytest.mark.parametrize("every", [slow(1), 3])
 def test_ctrl_c_of_local_steps(four, every):
     """However it falls: no step is counted that was not taken or taken that was not counted, and finish averages."""
-    step = synk.train.local_steps(mean_loss, START, optax.adam(0.01), every=every)
+    step = synk.contrib.local_steps(mean_loss, START, optax.adam(0.01), every=every)
     rows = rows_of(7)
     for turn in range(12):
         with step:
@@ -510,7 +510,7 @@ def test_local_steps_after_a_program_died(four, donate):
     """Values are set anew; then training goes on as a fresh one does."""
 
     def made():
-        return synk.train.local_steps(dying_loss, START, optax.sgd(0.1), every=2, donate=donate)
+        return synk.contrib.local_steps(dying_loss, START, optax.sgd(0.1), every=2, donate=donate)
 
     x, y = rows_of(8)
     step = made()
@@ -518,7 +518,7 @@ def test_local_steps_after_a_program_died(four, donate):
     with contextlib.suppress(Exception):  # JAX's own, whose class differs between versions
         jax.block_until_ready(step(x + 2000, y))
     drain()
-    with pytest.raises(synk.SharedLostError):
+    with pytest.raises(synk.errors.SharedLostError):
         step(x, y)
     step.params.value, step.opt_state.value = START, optax.sgd(0.1).init(START)
     fresh = made()
@@ -531,7 +531,7 @@ def test_local_steps_of_replicas_without_rows(four, tmp_path):
     """Counts are those of all; a replica of weight 0 brings no NaN of its state into the average."""
 
     def made():
-        return synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=5)
+        return synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1), every=5)
 
     x, y = (synk.data(rows, place="scatter") for rows in rows_of(8))
     step, again = made(), made()
@@ -548,7 +548,7 @@ def test_local_steps_of_replicas_without_rows(four, tmp_path):
         return synk.Weighted((((params - x) ** 2) * mask).sum() / mask.sum(), mask.sum()), {"mean": mean}
 
     x, mask = np.float32([1, 2, 3, 4]), np.float32([1, 1, 0, 0])
-    step = synk.train.local_steps(masked, np.float32(0), optax.sgd(0.1), state={"mean": np.float32(0)}, every=1)
+    step = synk.contrib.local_steps(masked, np.float32(0), optax.sgd(0.1), state={"mean": np.float32(0)}, every=1)
     step(x, mask)
     assert_close((step.params.value, step.state.value["mean"]), (np.float32(0.3), np.float32(1.5)))
 
@@ -557,7 +557,7 @@ def test_local_steps_of_rows_with_neighbours(four):
     """Weights count own rows."""
     loss, kinds = lambda w, x: ((w - x[1:-1]) ** 2).mean(), {"x": synk.Overlap(1)}
     x = np.float32([0, 0, 10, 2, 5, 7])
-    local = synk.train.local_steps(loss, np.float32(0), optax.sgd(0.1), inputs=kinds, every=1)
+    local = synk.contrib.local_steps(loss, np.float32(0), optax.sgd(0.1), inputs=kinds, every=1)
     plain = synk.train.step(loss, np.float32(0), optax.sgd(0.1), inputs=kinds)
     for _ in range(2):
         assert_close(local(x), plain(x))
@@ -569,7 +569,7 @@ def test_a_checkpoint_between_averages(four, tmp_path):
     """It holds the round that is under way: fresh or warm steps go on as if nothing had been."""
 
     def made():
-        return synk.train.local_steps(mean_loss, START, optax.adam(0.1), every=3, state=None)
+        return synk.contrib.local_steps(mean_loss, START, optax.adam(0.1), every=3, state=None)
 
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 5, 8))]
     step, warm = made(), made()
@@ -596,7 +596,9 @@ def test_a_schedule_of_averages(four):
         asked.append(steps)
         return 1 if steps < 2 else 3
 
-    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=every, report=lambda n, _: reports.append(n))
+    step = synk.contrib.local_steps(
+        mean_loss, START, optax.sgd(0.1), every=every, report=lambda n, _: reports.append(n)
+    )
     list(step.iterate(*rows_of(8), batches=[slice(0, 8)] * 9))
     assert asked == [0, 1, 2, 5, 8, 9]
     assert reports == [1, 2, 5, 8, 9]
@@ -606,7 +608,7 @@ def test_scores_are_reported_after_averaging(four):
     """How many steps, and the mean loss of all rows since the last report."""
     reports = []
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3))]
-    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=2, report=lambda *r: reports.append(r))
+    step = synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1), every=2, report=lambda *r: reports.append(r))
     losses = [float(step(*batch)) for batch in batches]
     step.finish()
     assert [steps for steps, _ in reports] == [2, 3]
@@ -615,7 +617,7 @@ def test_scores_are_reported_after_averaging(four):
 
 def test_a_replica_without_rows_keeps_its_values(four):
     """Three rows on four replicas: the last one's copy is as it was, and has no part in the average."""
-    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=2)
+    step = synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1), every=2)
     step(*rows_of(3))
     assert_close(step.params.get_value(3), jax.tree.map(jnp.asarray, START))
     step(*rows_of(3))
@@ -625,7 +627,7 @@ def test_a_replica_without_rows_keeps_its_values(four):
 def test_where_all_is_masked_nothing_is_trained(four):
     """The loss is NaN; parameters stay."""
     x, y = rows_of(7)
-    step = synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)
+    step = synk.contrib.local_steps(masked_loss, START, optax.sgd(0.1), every=1)
     assert np.isnan(step(-np.abs(x), y))
     assert_close(step.params.value, jax.tree.map(jnp.asarray, START))
 
@@ -639,7 +641,7 @@ def test_model_state_is_averaged_with_the_parameters(four):
         return value, new, x.max()
 
     x, y = rows_of(7)
-    step = synk.train.local_steps(fn, params, optax.sgd(0.1), every=1, state=stats, aux="max")
+    step = synk.contrib.local_steps(fn, params, optax.sgd(0.1), every=1, state=stats, aux="max")
     _, largest = step(x, y)
     assert_close(largest, x.max())
     want = serial_norm(loss, params, stats, [(x, y)], parts=4)
@@ -652,7 +654,7 @@ def test_local_rows_of_resident_data(four):
     there = [synk.data(each, place="scatter") for each in (x, y)]
     picks = [[0, 1, 2], [4], [0, 3], [1, 2]]
     rows = np.concatenate([5 * r + np.array(pick) for r, pick in enumerate(picks)])
-    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.3), every=1)
+    step = synk.contrib.local_steps(mean_loss, START, optax.sgd(0.3), every=1)
     step(*there, batch_s=picks)
     assert_close(step.params.value, serial(mean_loss, optax.sgd(0.3), [(x[rows], y[rows])])[1])
 
@@ -664,7 +666,7 @@ def test_half_precision(four):
     def loss(params, x, y):
         return mean_loss(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x, y)
 
-    step = synk.train.local_steps(loss, params, optax.sgd(0.5), every=1)
+    step = synk.contrib.local_steps(loss, params, optax.sgd(0.5), every=1)
     step(*rows_of(9), num_slices=1)
     want = serial(loss, optax.sgd(0.5), [rows_of(9)], params)[1]
     assert_close(jax.tree.map(lambda v: v.astype(jnp.float32), step.params.value),
@@ -699,7 +701,7 @@ def stepping(loss, **options):
 
 
 def local(**options):
-    return lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1), **options)(*rows_of(4))
+    return lambda: synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1), **options)(*rows_of(4))
 
 
 WRONG = {
@@ -723,10 +725,10 @@ WRONG = {
     "a decay": (stepping(mean_loss, ema="0.9"), TypeError, "ema is '0.9'; give its decay, a number"),
     "every half": (local(every=0.5), TypeError, "every is 0.5; give an integer"),
     "no rows": (local(inputs=["broadcast", "broadcast"]), ValueError, "mean_loss: averages are weighted by rows"),
-    "slices": (lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=0),
+    "slices": (lambda: synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=0),
                ValueError, "num_slices is 0"),
     "local slices": (
-        lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(8), num_slices=2), ValueError,
+        lambda: synk.contrib.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(8), num_slices=2), ValueError,
         "mean_loss: num_slices goes with synk.train.step; local steps take each replica's rows at once",
     ),
     "an integer parameter": (
@@ -734,7 +736,7 @@ WRONG = {
         r"synk.train.step: params\['n'\]\[0\] is int32, which has no gradient. Keep it in state=",
     ),
     "a key among parameters": (
-        lambda: synk.train.local_steps(mean_loss, jax.random.key(0), optax.sgd(0.1)), TypeError,
+        lambda: synk.contrib.local_steps(mean_loss, jax.random.key(0), optax.sgd(0.1)), TypeError,
         "local_steps: params is a PRNG key, which has no gradient",
     ),
 }  # fmt: skip
@@ -762,7 +764,7 @@ def test_a_batch_of_no_weight_leaves_small_numbers(four):
         return synk.Weighted((mask * (w * x) ** 2).sum() / jnp.maximum(mask.sum(), 1), mask.sum())
 
     x = np.ones(9, np.float32)
-    train = synk.train.local_steps(loss, np.float32(1e-5), optax.adam(1e-9), every=1)
+    train = synk.contrib.local_steps(loss, np.float32(1e-5), optax.adam(1e-9), every=1)
     train(x, x)
     before = jax.tree.map(np.asarray, (train.params.value, train.opt_state.value[0].mu, train.opt_state.value[0].nu))
     assert 0 < before[2] < 1e-12
@@ -775,7 +777,8 @@ def test_a_batch_of_no_weight_leaves_small_numbers(four):
 def test_steps_of_a_checkpoint(four, tmp_path):
     """Loaded between averages or right after one, it is known how many were taken."""
     made = [
-        synk.train.local_steps(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), every=2) for _ in "ab"
+        synk.contrib.local_steps(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), every=2)
+        for _ in "ab"
     ]
     for taken in (3, 1):
         for _ in range(taken):
@@ -915,7 +918,7 @@ def test_keys_of_parts_are_not_mixed(group, kind):
     synk.check_replicas(step.state)
 
 
-@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+@pytest.mark.parametrize("make", [synk.train.step, synk.contrib.local_steps])
 def test_an_integer_parameter_is_named(make):
     """When the step is made: no gradient is taken by integers."""
     with pytest.raises(TypeError, match=r"\['count'\].*int32|int32.*\['count'\]"):
