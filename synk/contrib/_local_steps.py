@@ -14,17 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import Weighted, function, shared
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
-from .._function.decorator import Inputs, function
-from .._function.function import Function
+from .._function.decorator import Inputs
 from .._reductions.collectives import all_sum
-from .._reductions.reduction import Op, Weighted
+from .._reductions.reduction import Op
 from .._runtime.dispatch import drain, retire_finished
 from .._tracing.context import current_trace
-from .._variables.variable import Shared, shared
 from ..train.model import LeafKind, StepOptions, TrainingModel, kinds_of
+from ..typing import Function, Shared
 
 
 class LocalSteps:

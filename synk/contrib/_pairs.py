@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import Monoid, Weighted
+from .. import group as current_group
 from .._base.errors import public_api
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree
-from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole
-from .._reductions.reduction import ELEMENTWISE, ElementwiseOp, Reduction, Weighted, fold, reduction_of, result_dtype
+from .._reductions.reduction import ELEMENTWISE, ElementwiseOp, Reduction, fold, reduction_of, result_dtype
 from .._runtime.axis import replica_axis
-from .._runtime.group import current_group
 from ._skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import group as current_group
 from .._base.errors import public_api
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree, exactly, first_change
@@ -15,7 +16,6 @@ from .._call.parts import fill_up
 from .._reductions.collectives import all_gather
 from .._reductions.reduction import constant_unless
 from .._runtime.axis import replica_axis
-from .._runtime.group import current_group
 from ._skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 

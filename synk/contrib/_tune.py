@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from .._base.errors import DisagreementError, LawError, PeerError, public_api
+from .._base.errors import public_api
 from .._base.units import seconds_text
-from .._call.binding import AUTO, BoundArguments, CallOptions
+from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, execute_calls
 from .._call.failures import translate_error
 from .._call.kinds import prepare
@@ -23,12 +23,13 @@ from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
 from .._check.serial import Runner
 from .._explain.explain import Rehearsal, copied_states, rehearse
-from .._function.function import Function
 from .._reductions.wire import WireName
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import translate_peer_errors
+from ..errors import DisagreementError, LawError, PeerError
 from ..train import Step
 from ..train.model import checked_number
+from ..typing import Function
 
 # Rounds in which two settings take turns.
 _FEWEST, _MOST = 5, 40
@@ -96,7 +97,7 @@ def tune(
     call = CallOptions(batch, batch_s, slices)
     bound = step.function._bind(args, kwargs, call, "tune")
     # With blocks a program is the same for any slices.
-    is_free = num_slices is None and slices != AUTO and step.function._spec.blocks is None
+    is_free = num_slices is None and slices != "auto" and step.function._spec.blocks is None
 
     def build(**settings: Any) -> Function:
         return step.with_options(**settings).function

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from . import harness
-from .helpers import slow
+from .. import harness
+from ..helpers import slow
 
 pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"')
 pytensor.config.floatX = "float32"
