@@ -275,6 +275,11 @@ def checked_step(options: StepOptions, call: str) -> StepOptions:
         raise ValueError(f'{call}: {option} is for parts of a batch, but engine="jit" runs all its rows as one.')
     if log is not None and not callable(log):
         raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
+    if not (wire is None or isinstance(wire, str) or is_sum(wire)):
+        raise TypeError(
+            f'{call}: wire {shown(wire)} is none of synk\'s; use "bf16", "int8" or None, or an object with the methods '
+            f"variables and sum, such as synk.contrib.PowerSGD."
+        )
     if not is_sum(wire):
         check_wire(wire, call)
     return options

@@ -592,3 +592,51 @@ def test_a_step_has_the_members_of_its_function(group):
     assert "HloModule" in str(step.compile(X8).as_text())
     assert_close(step(X8), want)
     assert (step.stats.calls, step.stats.rows) == (1, 8)
+
+
+# Wires that add up gradients themselves.
+
+
+class Sums:
+    """Sums as they are; each replica counts in a variable of its own."""
+
+    def __init__(self, name="own"):
+        self.name = name
+
+    def variables(self, params):
+        assert [leaf.dtype.name for leaf in jax.tree.leaves(params)] == ["float32"] * len(jax.tree.leaves(params))
+        return {"steps": synk.shared(np.int32(0))}, {self.name: synk.shared(np.float32(0))}
+
+    def sum(self, parts, variables):
+        variables["steps"].value = variables["steps"].value + 1
+        variables["own"].value = variables["own"].value + parts["b"]
+        return synk.all_reduce(parts, "sum")
+
+
+def test_a_wire_of_ones_own(four, tmp_path):
+    """The plain step, to rounding; what the wire keeps is saved with the step, and each replica has its own."""
+    step, plain = (synk.train.step(mean_loss, START, optax.adam(0.1), wire=wire) for wire in (Sums(), None))
+    for rows in (7, 3, 8):
+        assert_close(step(*rows_of(rows)), plain(*rows_of(rows)))
+    assert_close(step.params.value, plain.params.value, rtol=1e-4)
+    step.check(*rows_of(7))
+    assert int(step.variables["steps"].value) == 3
+    own = step.variables["own"]
+    assert len({float(own.get_value(rank)) for rank in range(4)}) == 4
+    synk.check_replicas(*step.variables.values())
+    synk.save(tmp_path, step.variables, step=1)
+    with synk.simulate(3):
+        again = synk.train.step(mean_loss, START, optax.adam(0.1), wire=Sums())
+        synk.load(tmp_path, again.variables)
+        assert_close(again(*rows_of(7)), plain(*rows_of(7)), rtol=1e-4)
+
+
+def test_a_wire_keeps_its_step(four):
+    """Its variables have names of their own; another program of the step cannot change it; anything else is no wire."""
+    with pytest.raises(ValueError, match="names a variable params, as the step does"):
+        synk.train.step(mean_loss, START, optax.sgd(0.1), wire=Sums("params"))
+    step = synk.train.step(mean_loss, START, optax.sgd(0.1), wire=Sums())
+    with pytest.raises(ValueError, match=r"has variables of its step; make another step"):
+        step.with_options(wire="bf16")
+    with pytest.raises(TypeError, match=r"wire .* is none of synk's.*or an object with the methods variables and sum"):
+        synk.train.step(mean_loss, START, optax.sgd(0.1), wire=3)
