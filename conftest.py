@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 # PyTensor sets JAX's 64-bit mode by it, for the whole process.
 os.environ.setdefault("PYTENSOR_FLAGS", "floatX=float32")
-collect_ignore = [] if find_spec("pytensor") else ["synk/pytensor"]
+collect_ignore = [] if find_spec("pytensor") else ["synk/contrib/pytensor"]
 
 # Compiling is most of what tests do. These leave XLA's own passes and collectives as they are, and turn LLVM's off;
 # XLA_FLAGS= has all of them.

@@ -54,7 +54,7 @@ class Hand:
 def own_copies(value):
     """A variable of which each replica holds a value of its own."""
     variable = synk.shared(value)
-    synk.set_value(0, variable, value)
+    variable.set_value(value, rank=0)
     return variable
 
 

@@ -96,7 +96,7 @@ OPTIONS = {
     "synk": {},
     "bf16": {"wire": "bf16"},
     "int8": {"wire": "int8"},
-    "PowerSGD": {"wire": synk.train.PowerSGD(rank=2)},
+    "PowerSGD": {"wire": synk.contrib.PowerSGD(rank=2)},
     "sharded": {"shard_optimizer": True},
 }
 

@@ -2,9 +2,9 @@
 
     python examples/calibration.py    # needs the extra `examples`
 
-The area under the ROC curve is how often a positive row scores above a negative one: `synk.pairs`, exact, with ties.
-Calibration compares confidence and accuracy in ten bins, which are sums over rows. `evaluate.over` runs batches that do
-not divide. Prints the numbers, and the largest difference from scikit-learn or NumPy.
+The area under the ROC curve is how often a positive row scores above a negative one: `synk.contrib.pairs`, exact, with
+ties. Calibration compares confidence and accuracy in ten bins, which are sums over rows. `evaluate.over` runs batches
+that do not divide. Prints the numbers, and the largest difference from scikit-learn or NumPy.
 """
 
 import jax
@@ -38,7 +38,7 @@ def evaluate(score, label, votes, classes):
 synk.init(4)
 found = evaluate.over(score, label, votes, classes, batches=synk.minibatches(ROWS, BATCH))
 count, confidence, right = np.asarray(found["bins"]).T
-wins = synk.pairs(lambda p, n: (p > n) + 0.5 * (p == n), score[label == 1], score[label == 0], reduce="mean")
+wins = synk.contrib.pairs(lambda p, n: (p > n) + 0.5 * (p == n), score[label == 1], score[label == 0], reduce="mean")
 auc, ece = float(np.mean(wins)), float(np.abs(confidence - right).sum() / ROWS)
 
 bins = np.minimum(score * BINS, BINS - 1).astype(int)

@@ -2,8 +2,8 @@
 
     python examples/gaussian_process.py    # needs the extra `examples`
 
-`synk.pairs` multiplies by the kernel matrix and never keeps it: rows go round the replicas. Conjugate gradients solve
-with it, for the mean at new points and for the variance at some of them. Prints the largest difference from
+`synk.contrib.pairs` multiplies by the kernel matrix and never keeps it: rows go round the replicas. Conjugate gradients
+solve with it, for the mean at new points and for the variance at some of them. Prints the largest difference from
 scikit-learn's `GaussianProcessRegressor` and `KernelRidge`, on one device in float64.
 """
 
@@ -28,13 +28,13 @@ def kernel(a, b):
 
 def times(rows, columns, vectors):
     """Return the kernel matrix of rows and columns times vectors, one on each of axis 1."""
-    return synk.pairs(lambda a, b: kernel(a, b[0]) * b[1], rows, (columns, vectors))
+    return synk.contrib.pairs(lambda a, b: kernel(a, b[0]) * b[1], rows, (columns, vectors))
 
 
 @jax.jit
 def regress(x, y, new):
     """Return means and variances at the new points."""
-    cross = synk.pairs(kernel, x, new, reduce="concat")  # (ROWS, NEW)
+    cross = synk.contrib.pairs(kernel, x, new, reduce="concat")  # (ROWS, NEW)
     wanted = jnp.concatenate([y[:, None], cross], 1)
     solved, _ = jax.scipy.sparse.linalg.cg(lambda v: times(x, x, v) + NOISE * v, wanted, tol=1e-6)
     return cross.T @ solved[:, 0], 1 - jnp.sum(cross * solved[:, 1:], 0)

@@ -3,8 +3,9 @@
     python examples/kalman_filter.py
 
 A filter is a loop, each step of which waits for the one before. As an associative operation (Särkkä and
-García-Fernández, arXiv 1905.13002) it is a prefix: by `synk.scan` each replica filters its own times, and passes one
-total on. Prints the errors of what was measured and filtered, and the largest difference from the loop in NumPy.
+García-Fernández, arXiv 1905.13002) it is a prefix: by `synk.contrib.scan` each replica filters its own times, and
+passes one total on. Prints the errors of what was measured and filtered, and the largest difference from the loop in
+NumPy.
 """
 
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ elements = [element(y, Q, F) for y in seen]
 elements[0] = element(seen[0], F @ F.T + Q, 0 * F)  # the first has a prior of mean 0 and covariance 1
 rows = [np.stack(leaf).astype(np.float32) for leaf in zip(*elements, strict=True)]
 synk.init(4)
-means = np.asarray(synk.scan(then, tuple(rows))[1])[..., 0]
+means = np.asarray(synk.contrib.scan(then, tuple(rows))[1])[..., 0]
 
 mean, spread, expected = np.zeros(2), np.eye(2), []
 for y in seen:

@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 MODULES = (
     "synk",
+    "synk.errors",
     "synk.train",
+    "synk.contrib",
     "synk.stats",
     "synk.typing",
     "synk.orbax",
-    *["synk.pytensor"] * (find_spec("pytensor") is not None),
+    *["synk.contrib.pytensor"] * (find_spec("pytensor") is not None),
 )
 
 
@@ -37,11 +39,12 @@ def as_users_have_it():
 
 
 @pytest.mark.parametrize(
-    "page", ["index.md", *(slow(f"guides/{path.name}") for path in sorted((DOCS / "guides").glob("*.md")))]
+    "page",
+    ["index.md", slow("contrib.md"), *(slow(f"guides/{path.name}") for path in sorted((DOCS / "guides").glob("*.md")))],
 )
 def test_blocks_run_and_print_what_they_say(page, capsys):
     """One after the other, as a reader would."""
-    if page == "guides/pytensor.md":
+    if page == "contrib.md":
         pytest.importorskip("pytensor", reason='install the extra "pytensor"')
     checked = run_blocks(DOCS / page, capsys)
     assert checked == sum(
@@ -63,11 +66,12 @@ def test_code_fits_its_column():
 
 
 def test_every_public_name_has_a_place():
-    """In the reference, once; and nothing there is not public."""
+    """In the reference or on contrib's page, once; and nothing there is not public."""
     public = {f"{name}.{each}" for name in MODULES for each in importlib.import_module(name).__all__}
+    public -= {f"synk.errors.{each}" for each in synk.__all__}
     placed = [
         name
-        for page in (DOCS / "reference").glob("*.md")
+        for page in (DOCS / "contrib.md", *(DOCS / "reference").glob("*.md"))
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
         if name.rpartition(".")[0] in MODULES
     ]

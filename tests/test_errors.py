@@ -184,7 +184,7 @@ ERRORS = {
     "unknown engine": (lambda: synk.function(loss, engine="xmap"), ValueError, "loss: engine='xmap'; use 'shard_map' or"),
     "inputs of nothing": (lambda: synk.function(loss, []), TypeError, r'loss: inputs is \[\]; give .*"x": "broadcast"'),
     "a scattered key": (lambda: mean()(jax.random.key(0)), ValueError, 'x is a scalar and has no rows .*"x": "broadcast"'),
-    "scan of local rows": (lambda: synk.scan(jnp.add, synk.local(X)), TypeError, "synk.local rows are for the arguments of synk functions"),
+    "scan of local rows": (lambda: synk.contrib.scan(jnp.add, synk.local(X)), TypeError, "synk.local rows are for the arguments of synk functions"),
     "prefetch of local rows": (lambda: next(synk.prefetch([synk.local(X)])), TypeError, "synk.local rows are for the arguments of synk functions"),
     "a scalar in a tree": (lambda: mean()({"a": X, "s": 1.0}), ValueError, r"argument x\['s'\] is a scalar .* or give it a tree of modes"),
     "a variable set under jit": (lambda: jax.jit(lambda x: synk.shared(X, "w").set_value(X) or x)(X), synk.SynkError, "set_value: .* w is used inside jit"),
@@ -507,7 +507,7 @@ ERRORS = {
         rows_read_by(lambda w: synk.function(lambda x: (x * w.value).sum(), name="f")(X[:8])),
         ValueError, r"f: held holds \[3, 2, 2, 2\] rows .* gives them \[2, 2, 2, 2\]",
     ),
-    "a value of rows": (rows_read_by(lambda w: w.value), synk.DivergedError, r"held: .* different rows, \[3, 2, 2, 2\]"),
+    "a value of rows": (rows_read_by(lambda w: w.value), synk.errors.DivergedError, r"held: .* different rows, \[3, 2, 2, 2\]"),
     "sliced rows": (
         rows_read_by(lambda w: synk.function(lambda: w.update(w.value, slices="last"), name="f")(num_slices=2)),
         ValueError, 'f: held holds rows, so it cannot be updated with num_slices > 1. Take the rows as an .* op "scatter"',
@@ -547,7 +547,7 @@ ERRORS = {
     "weights of a sum": (lambda: synk.all_reduce(held(8), "sum", weights=[1] * 4), ValueError, "weights go with \"mean\""),
     "too few weights": (lambda: synk.all_reduce(held(8), weights=[1, 2]), ValueError, r"weights are \[1.0, 2.0\]; give 4"),
     "no weight": (lambda: synk.all_reduce(held(8), weights=[0] * 4), ValueError, r"weights are \[0.0.* not all 0"),
-    "lengths of a scalar": (lambda: synk.get_lengths(synk.shared(1.0, "w")), ValueError, "get_lengths: the leaves of w"),
+    "lengths of a scalar": (lambda: synk.contrib.synkhronos.get_lengths(synk.shared(1.0, "w")), ValueError, "get_lengths: the leaves of w"),
     "collective inside": (collective_inside, synk.SynkError, "step: broadcast of w is for the serial program"),
     "collective under jit": (collective_under_jit, synk.SynkError, "synk.all_reduce: .* w is used inside jit"),
     # Composition.
@@ -658,7 +658,7 @@ def test_an_error_on_the_shorter_parts_changes_nothing():
 
 def test_the_base_of_synks_own():
     """One class to catch."""
-    for error in (synk.LawError, synk.DivergedError, synk.SharedLostError):
+    for error in (synk.LawError, synk.errors.DivergedError, synk.errors.SharedLostError):
         assert issubclass(error, synk.SynkError)
 
 

@@ -1,14 +1,12 @@
 """Every example runs as its docstring says, in a process of its own."""
 
+import importlib
 import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-import synk
-import synk.train
 
 from . import harness
 from .helpers import slow
@@ -188,8 +186,8 @@ def test_the_page_has_the_words_that_people_type():
 def test_tables_name_what_there_is():
     """Each of synk's names in the tables exists, and each example."""
     text = TABLES.read_text() + TABLES.with_stem("coming_from_pmap").read_text()
-    for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train"), ("", "pytensor")}:
-        assert getattr(synk.train if name[0] else synk, name[1])
+    for name in set(re.findall(r"\bsynk((?:\.(?:train|contrib|errors|typing|stats))*)\.(\w+)", text)):
+        assert name[1] == "pytensor" or getattr(importlib.import_module(f"synk{name[0]}"), name[1])
     named = set(re.findall(r"\(\.\./examples/((?:ports/)?\w+\.py)\)", text))
     assert named == {name for name in LAST if name.startswith("ports/")} | {
         "evaluate_exactly.py",

@@ -585,7 +585,7 @@ def test_a_first_variable_in_a_container(group):
         layers.append(synk.shared(np.float32(10)))
 
 
-@pytest.mark.parametrize("make", [synk.train.step, partial(synk.train.local_steps, every=1)])
+@pytest.mark.parametrize("make", [synk.train.step, partial(synk.contrib.local_steps, every=1)])
 def test_a_name_of_the_loss_that_is_given_to_another_variable(group, make):
     """The next step takes that one, which was there before."""
     teacher = one = synk.shared(np.float32(1))

@@ -15,16 +15,18 @@ import pytest
 from jax._src import config  # noqa: TID251  # what it lists has no public name
 
 import synk
+import synk.contrib.synkhronos
 import synk.train
 from synk._base.jax_context import TRACE_OPTIONS
 
 from . import harness
 
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
-# Rooms from the ground up. A room imports rooms before it; those of one floor only where NEIGHBOURS says so.
+# Rooms from the ground up. A room imports rooms before it; those of one floor only where NEIGHBOURS says so. "" is the
+# public modules beside the rooms.
 FLOORS = [
     {"_base"}, {"_runtime"}, {"_distributed", "_reductions", "_tracing"}, {"_data"}, {"_variables"}, {"_call"},
-    {"_check", "_explain", "_loops", "_skeletons"}, {"_function"}, {"train", "pytensor", "_command"},
+    {"_check", "_explain", "_loops"}, {"_function"}, {"train", "_command"}, {""}, {"contrib"},
 ]  # fmt: skip
 NEIGHBOURS = set()
 GUIDE = (PACKAGE.parent / "docs/how_it_works.md").read_text()
@@ -32,9 +34,10 @@ LONGEST = 40  # lines of a function, its docstring and comments not counted
 PATHS = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 MODULES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 TEXTS = {name: path.read_text().splitlines() for name, path in PATHS.items()}
-PUBLIC_MODULES = [synk, synk.train, synk.typing]
+PUBLIC_MODULES = [synk, synk.train, synk.typing, synk.errors, synk.contrib, synk.contrib.synkhronos]
 if find_spec("pytensor"):
-    PUBLIC_MODULES.append(importlib.import_module("synk.pytensor"))
+    PUBLIC_MODULES.append(importlib.import_module("synk.contrib.pytensor"))
+PUBLIC_NAMES = {module.__name__.partition(".")[2] or None: module.__all__ for module in PUBLIC_MODULES}
 PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC_MODULES for name in module.__all__}
 MEMBERS = {
     f"{name}.{member}": value
@@ -96,6 +99,87 @@ def test_a_program_imports_no_command():
     """What `python -m synk` does is imported by that alone."""
     importers = {name for name in MODULES for other in imported(name) if room(other) == "_command"}
     assert {name for name in importers if room(name) != "_command"} == {"__main__"}
+
+
+def test_nothing_imports_contrib():
+    """But its own modules, and the top for checkers of types."""
+    importers = {name for name in MODULES for other in imported(name) if other.startswith("contrib")}
+    assert {name for name in importers if room(name) != "contrib"} <= {"__init__"}
+
+
+# Private names that contrib imports and private members that it uses, by its files. The list only shrinks: whoever changes
+# what it names changes contrib too.
+PRIVATE = {
+    "_local_steps":
+        "._cures ._is_averaged ._spec ._state _base.errors.checked_integer _base.errors.public_api "
+        "_base.pytree.PyTree _data.prefetch.Prefetch _function.decorator.Inputs _reductions.collectives.all_sum "
+        "_reductions.reduction.Op _runtime.dispatch.drain _runtime.dispatch.retire_finished "
+        "_tracing.context.current_trace train.model.LeafKind train.model.StepOptions train.model.TrainingModel "
+        "train.model.kinds_of",
+    "_pairs":
+        "._refuse_if_absent _base.errors.public_api _base.partition.lengths_of _base.pytree.PyTree "
+        "_reductions.outputs.is_whole _reductions.reduction.ELEMENTWISE _reductions.reduction.ElementwiseOp "
+        "_reductions.reduction.Reduction _reductions.reduction.fold _reductions.reduction.reduction_of "
+        "_reductions.reduction.result_dtype _runtime.axis.replica_axis",
+    "_power_sgd": "_base.errors.checked_integer",
+    "_scan":
+        "._refuse_if_absent _base.errors.public_api _base.partition.lengths_of _base.pytree.PyTree "
+        "_base.pytree.exactly _base.pytree.first_change _call.parts.fill_up _reductions.collectives.all_gather "
+        "_reductions.reduction.constant_unless _runtime.axis.replica_axis",
+    "_skeletons":
+        "._cached ._key _base.errors.shown _base.jax_context.is_traced _base.jax_context.trace_options "
+        "_base.partition.lengths_of _base.pytree.PyTree _base.pytree.SCALARS _base.pytree.key_of "
+        "_base.pytree.narrow _base.pytree.refuse_sparse _base.pytree.to_jax _call.binding.told_apart "
+        "_call.compose.in_blocks _call.compose.own_mesh _call.compose.place_traced _call.compose.run_inlined "
+        "_call.execute.run _call.parts.spare_rows _data.dataset.data_of_replicas _data.dataset.resident "
+        "_data.dataset.source_of _reductions.collectives.all_gather _runtime.axis.replica_axis "
+        "_runtime.dispatch.LOCK _runtime.engine.spmd _runtime.executable.Executable _runtime.executable.ProgramSpec "
+        "_runtime.layout.layouts _tracing.context.current_trace _tracing.context.stateless _tracing.names.Names "
+        "_variables.collectives.rows_held",
+    "_tune":
+        "._bind ._has_one_device ._is_multi_process ._options ._peers ._plans ._site ._spec _base.errors.public_api "
+        "_base.units.seconds_text _call.binding.BoundArguments _call.binding.CallOptions _call.execute.Outcome "
+        "_call.execute.ReadyCall _call.execute.execute_calls _call.failures.translate_error _call.kinds.prepare "
+        "_call.plan.Site _call.repeat.RunsAlone _call.several.Several _call.several.start_calls _call.spec.Repeat "
+        "_check.check.check_wires _check.compare.Tolerance _check.compare.distance _check.serial.Runner "
+        "_explain.explain.Rehearsal _explain.explain.copied_states _explain.explain.rehearse "
+        "_reductions.wire.WireName _runtime.dispatch.LOCK _runtime.dispatch.drain "
+        "_runtime.executable.translate_peer_errors train.model.checked_number",
+    "_unstack": "_base.errors.public_api",
+    "pytensor.build": "_base.errors.public_api _base.errors.shown _call.binding.OPTIONS",
+    "pytensor.held": "_base.errors.public_api _base.errors.shown",
+    "synkhronos":
+        "._spec ._state _base.errors.public_api _tracing.context.eager _variables.collectives.variables_of "
+        "_variables.variable.commit_all _variables.variable.group_of _variables.variable.logical_shapes "
+        "_variables.variable.state_with_rank",
+}  # fmt: skip
+
+
+def private_names(name):
+    """Return what a module of contrib imports from outside it, and private members of others."""
+    tree, depth = MODULES[name], name.count(".")
+    own = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    own |= {"_replace", "_fields", "_asdict"}  # of named tuples
+    found = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level > depth
+        for alias in node.names
+        if alias.name not in PUBLIC_NAMES.get(node.module, ())
+    }
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {*found, *(f".{attr}" for attr in used - own if re.match("_[a-z]", attr))}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) == "contrib"])
+def test_contrib_imports_no_other_private_names(name):
+    """Exactly those of the list."""
+    assert private_names(name) == set(PRIVATE.get(name.removeprefix("contrib."), "").split())
 
 
 def test_no_circle_of_imports():
@@ -165,7 +249,7 @@ def _called(names):
 def test_public_names():
     """What `import synk` gives is what it names, sorted, and nothing private or borrowed."""
     public = {name for name, value in vars(synk).items() if name[0] != "_" and not isinstance(value, ModuleType)}
-    assert list(synk.__all__) == sorted(public)
+    assert list(synk.__all__) == sorted(public) and len(public) <= 36
     assert {getattr(synk, name).__module__ for name in synk.__all__} == {"synk"}
 
 
@@ -174,10 +258,13 @@ def test_names_that_are_completed():
     program = """
 import inspect, sys, jax, synk
 names = {name for name in dir(synk) if name[0] != "_"}
-assert not {"synk.stats", "synk.train", "synk.typing", "synk.orbax", "synk.pytensor"} & {*sys.modules}
-assert names == {*synk.__all__, "stats", "train", "typing", "orbax", "pytensor"}
-assert {name for name, _ in inspect.getmembers(synk) if name[0] != "_"} == names - {"pytensor"}
-assert "optax" not in sys.modules and not jax.config.jax_enable_x64
+assert not {"synk.stats", "synk.train", "synk.typing", "synk.orbax", "synk.contrib"} & {*sys.modules}
+assert names == {*synk.__all__, "contrib", "errors", "stats", "train", "typing", "orbax"}
+assert {name for name, _ in inspect.getmembers(synk) if name[0] != "_"} == names
+of_contrib = {name for name in dir(synk.contrib) if name[0] != "_"}
+assert of_contrib == {*synk.contrib.__all__, "pytensor", "synkhronos"}
+assert {name for name, _ in inspect.getmembers(synk.contrib) if name[0] != "_"} == of_contrib - {"pytensor"}
+assert "pytensor" not in sys.modules and not jax.config.jax_enable_x64
 """
     ended = harness.python(program)
     assert (ended.stderr, ended.returncode) == ("", 0)

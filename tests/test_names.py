@@ -14,30 +14,35 @@ from . import harness
 
 
 def test_train_after_import_synk_alone():
-    """`import synk` is enough for `synk.train.step`."""
-    code = "import synk; print(synk.train.step.__name__, synk.train.local_steps.__name__)"
-    done = harness.python(code)
-    assert done.stdout.split() == ["step", "local_steps"], done.stderr
+    """`import synk` is enough for `synk.train.step`, and for what is in `synk.contrib`."""
+    names = "synk.train.step synk.contrib.local_steps synk.contrib.synkhronos.fork synk.errors.PeerError".split()
+    done = harness.python(f"import synk; print({', '.join(f'{name}.__name__' for name in names)})")
+    assert done.stdout.split() == [name.rpartition(".")[2] for name in names], done.stderr
 
 
 def test_import_leaves_out_what_most_programs_never_use():
     """Checks, reports, checkpoints and other processes are loaded when they are first used."""
     code = """
 import sys, synk, synk.train
-rare = ("_check", "_explain", "_skeletons", "_loops.over", "_variables.checkpoint", "_distributed.agreement")
+rare = ("_check", "_explain", "contrib", "_loops.over", "_variables.checkpoint", "_distributed.agreement")
 print([name for name in sys.modules if name.startswith(tuple(f"synk.{module}" for module in rare))])
-from synk import save, scan
-print(save.__module__, scan.__module__, "synk._skeletons.scan" in sys.modules)
+from synk import save
+from synk.contrib import scan
+print(save.__module__, scan.__module__, "synk.contrib._scan" in sys.modules, "synk.contrib._tune" in sys.modules)
 """
     done = harness.python(code)
-    assert done.stdout.splitlines() == ["[]", "synk synk True"], done.stderr
+    assert done.stdout.splitlines() == ["[]", "synk synk.contrib True False"], done.stderr
 
 
 OLD_NAMES = {
     "updates=": (lambda: synk.function(jnp.sum, updates=[]), TypeError, r"\.value|then"),
     "givens=": (lambda: synk.function(jnp.sum, givens=[]), TypeError, "arguments|broadcast"),
     "bcast_inputs=": (lambda: synk.function(jnp.sum, bcast_inputs=[]), TypeError, "broadcast"),
-    "f.build_inputs": (lambda: synk.function(jnp.sum).build_inputs, AttributeError, r"synk\.(data|build_inputs)"),
+    "f.build_inputs": (
+        lambda: synk.function(jnp.sum).build_inputs,
+        AttributeError,
+        r"synk\.contrib\.synkhronos\.build_inputs.*synk\.data",
+    ),
     "f.as_theano": (lambda: synk.function(jnp.sum).as_theano, AttributeError, "serial"),
     "synk.free_memory": (lambda: synk.free_memory, AttributeError, r"\.free\b|synk\.close"),
     "in_axes=": (lambda: synk.function(jnp.sum, in_axes=(None, 0)), TypeError, 'jax.pmap has. .*"broadcast"'),
@@ -74,6 +79,16 @@ OLD_NAMES = {
         r"no longer has. .*--restarts R.*synk\.save",
     ),
     "synk.join": (lambda: synk.join, AttributeError, r"no longer has. .*--restarts R.*synk\.load"),
+    "synk.scan": (lambda: synk.scan, AttributeError, r"synk\.contrib\.scan\.$"),
+    "synk.unstack": (lambda: synk.unstack, AttributeError, r"synk\.contrib\.unstack\.$"),
+    "synk.pytensor": (lambda: synk.pytensor, AttributeError, r"import synk\.contrib\.pytensor\.$"),
+    "synk.fork": (lambda: synk.fork, AttributeError, r"synk\.init\(n\).*import synk\.contrib\.synkhronos as synk"),
+    "synk.set_value": (lambda: synk.set_value, AttributeError, r"w\.set_value\(value, rank=rank\)"),
+    "synk.get_lengths": (lambda: synk.get_lengths, AttributeError, r"synk\.contrib\.synkhronos\.get_lengths"),
+    "synk.Shared": (lambda: synk.Shared, AttributeError, r"synk\.typing\.Shared\.$"),
+    "synk.PeerError": (lambda: synk.PeerError, AttributeError, r"synk\.errors\.PeerError\.$"),
+    "synk.train.PowerSGD": (lambda: synk.train.PowerSGD, AttributeError, r"synk\.contrib\.PowerSGD\.$"),
+    "step.tune": (lambda: STEP.tune, AttributeError, r"synk\.contrib\.tune\(step, \.\.\.\)"),
 }
 
 
@@ -86,7 +101,7 @@ def test_old_names_point_to_new_ones(name):
     assert name.strip("=").split(".")[-1] in str(raised.value) and type(raised.value) is kind
 
 
-@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+@pytest.mark.parametrize("make", [synk.train.step, synk.contrib.local_steps])
 @pytest.mark.parametrize(
     ("keyword", "answer"),
     {
@@ -101,7 +116,7 @@ def test_training_answers_pmap(make, keyword, answer):
     """Training steps answer the keywords of `jax.pmap` too, and know no others."""
     start = partial(make, lambda w, x: (w * x).mean(), 0.0, optax.sgd(0.1))
     with pytest.raises(
-        TypeError, match=rf"synk\.train\.{make.__name__}\(\) got .*'{keyword}', which jax.pmap has. .*{answer}"
+        TypeError, match=rf"synk\.\w+\.{make.__name__}\(\) got .*'{keyword}', which jax.pmap has. .*{answer}"
     ):
         start(**{keyword: 0})
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such'$"):
@@ -120,7 +135,7 @@ MISTYPED = {
     "serial": (lambda: F.serial(X, 1.0, updates=True), "f: .*'updates'", "update"),
     "a step": (lambda: STEP(X, batchs=2), "train: .*'batchs'", "batch"),
     "iterate of a step": (lambda: STEP.iterate(X, batches=BATCHES, pre_fetch=2), "train: .*'pre_fetch'", "prefetch"),
-    "tune": (lambda: STEP.tune(X, second=2), "train: .*'second'", "seconds"),
+    "tune": (lambda: synk.contrib.tune(STEP, X, second=2), "train: .*'second'", "seconds"),
     "with_options": (lambda: STEP.with_options(slices=2), r"Step\.with_options\(\) .*'slices'", "num_slices"),
     "synk.function": (lambda: synk.function(jnp.sum, output="mean"), r"synk\.function\(\) .*'output'", "outputs"),
     "a decorator": (lambda: synk.function(reduces="mean"), r"synk\.function\(\) .*'reduces'", "reduce"),
@@ -133,9 +148,9 @@ MISTYPED = {
         r"synk\.train\.step\(\) .*'shard_optimiser'",
         "shard_optimizer",
     ),
-    "synk.train.local_steps": (
-        lambda: synk.train.local_steps(jnp.mean, X, optax.sgd(0.1), evry=2),
-        r"synk\.train\.local_steps\(\) .*'evry'",
+    "synk.contrib.local_steps": (
+        lambda: synk.contrib.local_steps(jnp.mean, X, optax.sgd(0.1), evry=2),
+        r"synk\.contrib\.local_steps\(\) .*'evry'",
         "every",
     ),
 }

@@ -56,7 +56,11 @@ def test_what_differs(manager):
         synk.broadcast(own, np.float32(1))
         synk.broadcast(rows, np.zeros((1, 2), np.float32))
         synk.orbax.load(manager, {"rows": rows, "own": own})
-        assert (synk.get_lengths(rows), float(own.get_value(0)), float(own.get_value(1))) == ([3, 2], 0, 7)
+        assert (synk.contrib.synkhronos.get_lengths(rows), float(own.get_value(0)), float(own.get_value(1))) == (
+            [3, 2],
+            0,
+            7,
+        )
         assert_same(synk.gather(rows, nd_up=0), np.arange(10, dtype=np.float32).reshape(5, 2))
 
 

@@ -53,7 +53,7 @@ def test_variables_of_another_group():
         assert repr(w).startswith("Shared(w: float32[]; it lives in Group(2 simulated replicas on")
 
 
-@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+@pytest.mark.parametrize("make", [synk.train.step, synk.contrib.local_steps])
 def test_steps(make):
     """Their variables, once."""
     step = make(loss, {"w": np.zeros((3, 2), np.float32)}, optax.sgd(0.1, 0.9))

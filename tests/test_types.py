@@ -21,7 +21,7 @@ import synk.train
 
 synk.function(lambda x: x, reduce="men")
 synk.all_reduce(synk.shared(np.ones(3)), op="concat")
-synk.pairs(lambda a, b: a, np.ones(3), reduce="stack")
+synk.contrib.pairs(lambda a, b: a, np.ones(3), reduce="stack")
 synk.function(lambda x: x, engine="pmp")
 synk.stats.no_such_statistic
 synk.train.no_such_step

@@ -336,7 +336,7 @@ def state(variable):
     parts = [jax.tree.map(np.array, variable.get_value(rank, borrow=True)) for rank in range(synk.size())]
     try:
         variable.value
-    except synk.DivergedError as error:
+    except synk.errors.DivergedError as error:
         return State(parts, str(error))
     return State(parts, None)
 
@@ -354,7 +354,7 @@ def remade(name, found):
     else:
         variable = synk.shared(TEMPLATES[name], name=name)
         synk.scatter(variable, np.concatenate(parts))
-        if synk.get_lengths(variable) != list(map(len, parts)):
+        if synk.contrib.synkhronos.get_lengths(variable) != list(map(len, parts)):
             for rank, part in enumerate(parts):
                 variable.set_value(part, rank=rank)
     if why is not None and "different values" in why:
@@ -366,7 +366,7 @@ def remade(name, found):
 
 def said(leaf):
     """All that can be seen of one leaf of a result."""
-    if isinstance(leaf, synk.Data):
+    if isinstance(leaf, synk.typing.Data):
         return repr(leaf), said(leaf[:])
     if isinstance(leaf, jax.Array):
         ids = sorted(device.id for device in leaf.devices())
@@ -406,11 +406,11 @@ def interrupt(seconds):
 @contextlib.contextmanager
 def unnoticed():
     """Variables that are made here take nobody's place: functions run by what is cached, and do not look again."""
-    before = dict(synk.Shared._living)
+    before = dict(synk.typing.Shared._living)
     yield
-    for number in [*synk.Shared._living]:
+    for number in [*synk.typing.Shared._living]:
         if number not in before:
-            synk.Shared._living.pop(number, None)
+            synk.typing.Shared._living.pop(number, None)
 
 
 class World:

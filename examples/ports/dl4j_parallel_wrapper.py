@@ -1,7 +1,7 @@
 """ParallelWrapper, after Deeplearning4j's LeNet on several GPUs: prints a test accuracy of 90 % or more, trained on two
 workers that average every third step.
 
-    ParallelWrapper.Builder(model)      synk.train.local_steps(loss, params, updater, ...)
+    ParallelWrapper.Builder(model)      synk.contrib.local_steps(loss, params, updater, ...)
     .workers(2)                         synk.init(2)
     .averagingFrequency(3)              every=3
     .averageUpdaters(true)              optimizer_state=True: as it is if left out
@@ -63,7 +63,7 @@ def main():
         scores.append(score)  # of all rows since the last average; reading it here would wait for it
 
     start = network.init(jax.random.key(SEED), x[:1])
-    wrapper = synk.train.local_steps(loss, start, UPDATER, every=AVERAGING, report=report)
+    wrapper = synk.contrib.local_steps(loss, start, UPDATER, every=AVERAGING, report=report)
 
     @synk.function(reduce="mean")
     def evaluate(x, y):

@@ -3,9 +3,9 @@
     python examples/ports/pytensor_tutorials.py    # needs the extras `examples` and `pytensor`
 
 Each graph is as the tutorial has it, but that rows come first. `pytensor.function` trains one copy of it on one device,
-`synk.pytensor.function` another on four, by the same batches, of which the last is smaller. Then their parameters are
-compared, and PyTensor's own function evaluates what synk has trained. The digits are scikit-learn's, of 8 x 8 pixels;
-the LSTM reads them row by row, and of some it sees the upper rows alone, as its mask says.
+`synk.contrib.pytensor.function` another on four, by the same batches, of which the last is smaller. Then their
+parameters are compared, and PyTensor's own function evaluates what synk has trained. The digits are scikit-learn's, of
+8 x 8 pixels; the LSTM reads them row by row, and of some it sees the upper rows alone, as its mask says.
 """
 
 import os
@@ -20,7 +20,7 @@ from pytensor.link.jax.ops import JAXOp
 from sklearn.datasets import load_digits
 
 import synk
-import synk.pytensor
+import synk.contrib.pytensor
 
 rng = np.random.default_rng(0)
 
@@ -136,7 +136,7 @@ def train(model, epochs=3, rate=0.1, devices=4):
     rng.bit_generator.state = seen  # the same weights
     inputs, cost, found, others, grads, updates = graph(model)
     synk.init(devices)
-    many = synk.pytensor.function(
+    many = synk.contrib.pytensor.function(
         inputs, cost, broadcast=inputs[-1:], updates=updates, combine=[(g, "mean") for g in grads], name="train"
     )
 

@@ -124,7 +124,7 @@ if __name__ == "__main__":
     synk.init(4)
     x, y = rng.normal(size=(2, ROWS)).astype(np.float32)
     note("dot product", dot(x, y), np.dot(x, y), atol=1e-4)
-    note("prefix sum", synk.scan(jnp.add, x), np.cumsum(x))
+    note("prefix sum", synk.contrib.scan(jnp.add, x), np.cumsum(x))
     note("Taylor, ln 2", taylor(np.arange(1, TERMS + 1, dtype=np.float32)), np.log(2))
     plane = (np.linspace(-2, 1, 160)[None] + 1j * np.linspace(-1, 1, ROWS)[:, None]).astype(np.complex64)
     wanted = by_numpy_mandelbrot(plane)
@@ -144,7 +144,7 @@ if __name__ == "__main__":
     apart = bodies["x"][None].astype(float) - bodies["x"][:, None]
     near = ((apart**2).sum(-1) + 1e-2)[..., None] ** 1.5
     forces = (bodies["mass"][None, :, None] * apart / near).sum(1)
-    note("n-body", synk.pairs(pull, bodies), forces, atol=1e-5 * np.abs(forces).max())
+    note("n-body", synk.contrib.pairs(pull, bodies), forces, atol=1e-5 * np.abs(forces).max())
     rest = sparse.diags_array([-1.0, 4, -1], offsets=[-1, 0, 1], shape=(ROWS, ROWS)).tocsc()
     note("conjugate gradients", conjugate_gradients(x, STEPS // 2), spsolve(rest, x))
     keys = synk.row_keys(jax.random.key(0), POINTS)

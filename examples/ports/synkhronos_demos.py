@@ -9,9 +9,9 @@ there and by "sum" here unless a call names an op, so each one is named.
 import jax.numpy as jnp
 import numpy as np
 
-import synk
+import synk.contrib.synkhronos as synk
 
-N = synk.fork(2).size  # or as many devices as there are: synk.fork()
+N = synk.fork(2)  # or as many devices as there are: synk.fork()
 rng = np.random.default_rng(0)
 
 

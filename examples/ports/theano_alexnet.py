@@ -118,7 +118,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         files, valid_files, mean = write_batches(folder)
         steps = EPOCHS * len(files)
-        train = synk.train.local_steps(loss, params, optimizer(steps), every=1)
+        train = synk.contrib.local_steps(loss, params, optimizer(steps), every=1)
         together = synk.train.step(loss, params, optimizer(steps))
 
         @synk.function(reduce="mean")

@@ -94,7 +94,7 @@ class DivergedError(SynkError):
       ...     w.set_value(np.ones(3, np.float32), rank=1)
       ...     try:
       ...         w.value
-      ...     except synk.DivergedError as error:
+      ...     except synk.errors.DivergedError as error:
       ...         print(str(error).splitlines()[0][:29])
       w: its replicas may hold diff
     """

@@ -1,6 +1,7 @@
 """Old names: what replaces names that others have, for messages."""
 
 _SYNKHRONOS, _PMAP, _LAX, _FLAX = "Synkhronos had", "jax.pmap has", "jax.lax has", "Flax has"
+_MOVED = "has another place"
 _ELASTIC = (
     "synk no longer has",
     "when a process dies, start all again from a checkpoint: `python -m synk launch --restarts R`, with synk.save and "
@@ -28,7 +29,7 @@ _INSTEAD = {
     "num_slices": ("calls have", "f(x, num_slices=2)"),
     "batch_size": ("loaders have", "f.iterate(x, y, batches=synk.minibatches(len(x), 64))"),
     # Members of a function.
-    "build_inputs": (_SYNKHRONOS, "synk.build_inputs(x, y), or synk.data(x)"),
+    "build_inputs": (_SYNKHRONOS, "synk.contrib.synkhronos.build_inputs(x, y), or synk.data(x)"),
     "as_theano": (_SYNKHRONOS, "f.serial(...), the same function on one device"),
     "inputs": (_SYNKHRONOS, "the arguments of the call; synk.data(x) keeps rows ready"),
     "outputs": (_SYNKHRONOS, 'the ops given as outputs=("mean", "concat")'),
@@ -44,10 +45,24 @@ _INSTEAD = {
     "psum": (_LAX, 'op "sum" of the function, or synk.all_reduce(v, "sum") inside'),
     "axis_index": (_LAX, "synk.rank()"),
     "replicate": (_FLAX, 'w = synk.shared(state); or pass state as a "broadcast" argument'),
-    "unreplicate": (_FLAX, "w.value; or synk.unstack(state) for a state that was saved stacked"),
+    "unreplicate": (_FLAX, "w.value; or synk.contrib.unstack(state) for a state that was saved stacked"),
     "shard": (_FLAX, "pass rows as they are"),
     "prefetch_to_device": (_FLAX, "f.iterate(x, y, batches=...), or f.stream(batches, prefetch=2)"),
     "pad_shard_unpad": (_FLAX, "pass any number of rows; f.over(x, batches=...) for a whole dataset"),
+    # Names that are not at the top, and members that are not in the core.
+    "fork": (_SYNKHRONOS, "synk.init(n); or all of its names, by import synk.contrib.synkhronos as synk"),
+    "get_value": (_SYNKHRONOS, "w.get_value(rank), or synk.contrib.synkhronos.get_value(rank, w)"),
+    "set_value": (_SYNKHRONOS, "w.set_value(value, rank=rank), or synk.contrib.synkhronos.set_value(rank, w, value)"),
+    "get_lengths": (_SYNKHRONOS, "synk.contrib.synkhronos.get_lengths(w)"),
+    "get_shapes": (_SYNKHRONOS, "synk.contrib.synkhronos.get_shapes(w)"),
+    "tune": (_MOVED, "synk.contrib.tune(step, ...)"),
+    **{name: (_MOVED, f"synk.contrib.{name}") for name in "pairs scan unstack PowerSGD LocalSteps local_steps".split()},
+    "pytensor": (_MOVED, "import synk.contrib.pytensor"),
+    **{name: (_MOVED, f"synk.typing.{name}") for name in ("Data", "Function", "Group", "Shared")},
+    **{
+        name: (_MOVED, f"synk.errors.{name}")
+        for name in "CheckpointError DisagreementError DivergedError PeerError Preempted SharedLostError".split()
+    },
     # Elastic groups: of synk.init, of the module, of the command line.
     **dict.fromkeys(("elastic", "join", "--elastic", "--min"), _ELASTIC),
 }

@@ -15,7 +15,7 @@ PLACE = f"a row's output depends on where the row stands (noise drawn by shape, 
 _AS_ONE = 'engine="jit" runs all rows as one device does'
 COUPLED_ROWS = f"a row's output depends on the other rows (batch norm, a softmax over rows): {_AS_ONE}"
 CONSTANT = "something is added once a part, such as a penalty on the parameters: add it in then, or return a mean"
-PAIRS = "synk.pairs combines all pairs of rows"
+PAIRS = "synk.contrib.pairs combines all pairs of rows"
 STATISTIC = (
     f"a statistic across rows (batch norm, std, a contrastive loss): {_AS_ONE}; synk.stats combines some, {PAIRS}"
 )

@@ -322,7 +322,8 @@ class Data:
 refuse_use(
     Data,
     lambda self, how: (
-        f"{self.name} is a synk.Data, {how}: its rows lie on the {'host' if self.place == 'host' else 'replicas'}. "
+        f"{self.name} is a synk.typing.Data, {how}: its rows lie on the "
+        f"{'host' if self.place == 'host' else 'replicas'}. "
         f"Pass it to a synk function; its .array is an array of JAX, np.asarray of it one of NumPy."
     ),
 )

@@ -55,7 +55,7 @@ class Function:
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
       >>> f = synk.function(jnp.sum)
-      >>> isinstance(f, synk.Function), float(f(np.arange(5.0))), f.stats.rows
+      >>> isinstance(f, synk.typing.Function), float(f(np.arange(5.0))), f.stats.rows
       (True, 10.0, 5)
     """
 
@@ -168,7 +168,7 @@ class Function:
 
         Returns:
           What `fn` returns, combined by its ops, or what `then` returns: `jax.Array`s that lie on every replica
-          ("scatter": a `synk.Data` whose rows stay where they were made).
+          ("scatter": a `synk.typing.Data` whose rows stay where they were made).
 
         Raises:
           TypeError: an argument is no array, or a batch holds no integers.

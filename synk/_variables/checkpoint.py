@@ -172,7 +172,7 @@ def check_variables(variables: Any, call: str) -> None:
         raise TypeError(
             f'synk.{call}: variables is {shown(variables)}; give a mapping from name to variable: {{"w": w}}.'
         )
-    variables_of(list(variables.values()), call)
+    variables_of(list(variables.values()), call, is_read=call == "save")
 
 
 def common_group(variables: Mapping[str, Shared], call: str) -> Group:

@@ -38,7 +38,6 @@ from .variable import (
     refuse_traced,
     state_of_copies,
     state_of_value,
-    state_with_rank,
 )
 
 Variables: TypeAlias = Shared | Sequence[Shared]
@@ -61,7 +60,7 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
       >>> import numpy as np, synk
       >>> with synk.simulate(2):
       ...     w = synk.shared(np.zeros(2, np.float32))
-      ...     synk.set_value(0, w, np.ones(2, np.float32))
+      ...     w.set_value(np.ones(2, np.float32), rank=0)
       ...     synk.broadcast(w)
       ...     w.value.tolist()
       [1.0, 1.0]
@@ -95,8 +94,8 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
       >>> with synk.simulate(3):
       ...     w = synk.shared(np.zeros(1, np.int32))
       ...     synk.scatter(w, np.arange(7, dtype=np.int32))
-      ...     synk.get_lengths(w), w.get_value(1).tolist()
-      ([3, 2, 2], [3, 4])
+      ...     w.get_value(0).tolist(), w.get_value(1).tolist()
+      ([0, 1, 2], [3, 4])
     """
     pairs = _with_values(variables, value, "scatter")
     with eager():
@@ -217,97 +216,11 @@ def all_reduce(variables: Any, op: ElementwiseOp = "mean", weights: Sequence[flo
         commit_all([(v, state_of_leaves(leaves, v._state.layout)) for v, leaves in combined])
 
 
-@public_api
-def get_value(rank: int, variables: Variables) -> Any:
-    """Return a copy of the value of one replica; see `Shared.get_value`.
-
-    Example:
-      >>> import numpy as np, synk
-      >>> with synk.simulate(2):
-      ...     synk.get_value(1, synk.shared(np.arange(2))).tolist()
-      [0, 1]
-    """
-    return _like(variables, [variable.get_value(rank) for variable in variables_of(variables, "get_value")])
-
-
-@public_api
-def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None) -> None:
-    """Set the value on one replica; the others keep theirs.
-
-    Args:
-      rank: whose.
-      variables: a shared variable or a list of them.
-      value: the new value (for a list, a list of as many); its number of rows may differ.
-      batch: which of its rows, as in a call; None for all.
-
-    Raises:
-      ValueError, TypeError, IndexError: as `Shared.set_value` and `synk.scatter`.
-
-    Example:
-      >>> import numpy as np, synk
-      >>> with synk.simulate(2):
-      ...     w = synk.shared(np.zeros(2, np.int32))
-      ...     synk.set_value(1, w, np.arange(5, dtype=np.int32), batch=[4, 0, 3])
-      ...     synk.get_lengths(w), w.get_value(1).tolist()
-      ([2, 3], [4, 0, 3])
-    """
-    pairs = _with_values(variables, value, "set_value")
-    with eager():
-        if batch is not None:
-            pairs = [(v, v._spec.tree(_split_value(v, new, batch, 1, "set_value")[0])) for v, new in pairs]
-        commit_all([(v, state_with_rank(v, rank, new)) for v, new in pairs])
-
-
-@public_api
-def get_lengths(variables: Variables) -> Any:
-    """Return the number of rows of the value on each replica, a list of ints in rank order (for a list, one each).
-
-    Raises:
-      ValueError: the value has no rows.
-
-    Example:
-      >>> import numpy as np, synk
-      >>> with synk.simulate(2):
-      ...     synk.get_lengths(synk.shared(np.zeros((3, 4))))
-      [3, 3]
-    """
-    with eager():
-        return _like(variables, [_lengths(variable) for variable in variables_of(variables, "get_lengths")])
-
-
-def _lengths(variable: Shared) -> list[Any]:
-    storage, abstract = variable._spec.storage, variable._state.abstract
-    lengths = [storage.rows_of(abstract, rank) for rank in range(group_of(variable).size)]
-    if None in lengths:
-        raise ValueError(f"synk.get_lengths: the leaves of {variable.name} have no common axis 0, so it has no rows.")
-    return lengths
-
-
-@public_api
-def get_shapes(variables: Variables) -> Any:
-    """Return a list, in rank order, of the value's tree with the shape of each leaf (a list of such for a list).
-
-    Example:
-      >>> import numpy as np, synk
-      >>> with synk.simulate(2):
-      ...     synk.get_shapes(synk.shared(np.zeros((3, 4))))
-      [(3, 4), (3, 4)]
-    """
-    with eager():
-        return _like(variables, [_shapes(variable) for variable in variables_of(variables, "get_shapes")])
-
-
-def _shapes(variable: Shared) -> list[Any]:
-    ranks, abstract = range(group_of(variable).size), variable._state.abstract
-    shapes = [[s.shape for s in logical_shapes(variable, abstract.rows_of(rank))] for rank in ranks]
-    return [variable._spec.treedef.unflatten(leaves) for leaves in shapes]
-
-
 # Arguments.
 
 
-def variables_of(variables: Any, call: str) -> list[Shared]:
-    """Check the variables of a call and return them as a list."""
+def variables_of(variables: Any, call: str, is_read: bool = False) -> list[Shared]:
+    """Check the variables of a call and return them as a list. Calls that only read give 64 bits as they are."""
     checked = [variables] if isinstance(variables, Shared) else variables
     if not isinstance(checked, list | tuple) or not all(isinstance(v, Shared) for v in checked):
         raise TypeError(
@@ -316,10 +229,9 @@ def variables_of(variables: Any, call: str) -> list[Shared]:
     for variable in checked:
         refuse_inside(variable.name, call)
         refuse_traced(variable.name, f"synk.{call}")
-        # Calls that only read give 64 bits as they are.
-        if call not in ("get_value", "get_lengths", "get_shapes", "save"):
+        if not is_read:
             refuse_narrow(variable._state.abstract, f"synk.{call}: {variable.name}")
-        if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):
+        if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce"):
             variable._spec.storage.refuse(variable.name, f"synk.{call}")
     return list(checked)
 
@@ -513,7 +425,7 @@ def _gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
 
 def _check_axis(context: TraceContext, call: str) -> None:
     if not context.has_axis:
-        pairs = " synk.pairs combines all pairs of rows, of any number." if call == "all_gather" else ""
+        pairs = " synk.contrib.pairs combines all pairs of rows, of any number." if call == "all_gather" else ""
         # Loops, branches and gradients have traces of their own.
         is_at_top = trace_state() == context.state
         raise NoAxisError(context.without_axis(f"synk.{call} communicates inside", is_at_top) + pairs)

@@ -30,7 +30,7 @@ def check_replicas(*variables: Shared) -> None:
     If they do, the value of a variable that functions updated on each replica can be read again.
 
     Args:
-      *variables: shared variables. Those that differ by design (`synk.train.PowerSGD`'s) are not compared.
+      *variables: shared variables. Those that differ by design (`synk.contrib.PowerSGD`'s) are not compared.
 
     Raises:
       DivergedError: a leaf differs; the message names variable, leaf and ranks.

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,33 @@ from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, W
 from .._reductions.wire import check_wire
 from .._runtime.engine import EngineName
 from .._variables.value import conform
-from .._variables.variable import Shared, newest, shared, shared_from
+from .._variables.variable import Shared, abstract_value, newest, shared, shared_from
 from .optimizer import update_of
-from .power_sgd import LowRankSum, PowerSGD
 
 # A leaf of a state is a number to average, a PRNG key, or a count, which may be behind on some replicas.
 LeafKind = Literal["number", "key", "count"]
 
 _ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weighted(mean, weight)."
+
+
+class GradientSum(Protocol):
+    """A value of `wire=` that adds up gradients itself, such as `synk.contrib.PowerSGD`."""
+
+    def variables(self, params: PyTree) -> tuple[dict[str, Shared], dict[str, Shared]]:
+        """Make the variables that a step keeps for it: those that replicas share, and those of which each has its own.
+
+        `params` are shapes and dtypes.
+        """
+        ...
+
+    def sum(self, parts: PyTree, variables: Mapping[str, Shared]) -> PyTree:
+        """Add up the replicas' weighted parts of a mean gradient, inside `then`, and assign to the variables."""
+        ...
+
+
+def is_sum(wire: Any) -> bool:
+    """Tell a wire that adds up gradients itself."""
+    return hasattr(wire, "variables") and hasattr(wire, "sum")
 
 
 class StepOptions(NamedTuple):
@@ -48,7 +67,7 @@ class StepOptions(NamedTuple):
     clip: float | None = None
     donate: bool = True
     nan: Literal["raise"] | None = None
-    wire: str | PowerSGD | None = None
+    wire: str | GradientSum | None = None
     shard_optimizer: bool = False
     shard_params: bool = False
     blocks: int | None = None
@@ -95,12 +114,10 @@ class TrainingModel:
         self.opt_state = shared_from(self.params, optimizer.init, "opt_state", in_shards)
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.ema = None if options.ema is None else shared_from(self.params, lambda params: params, "ema", is_sharded)
-        self._low_rank = low = LowRankSum(options.wire, self.params) if isinstance(options.wire, PowerSGD) else None
-        variables = {
-            "params": self.params, "opt_state": self.opt_state, "state": self.state,
-            "feedback": low and low.feedback, "basis": low and low.basis, "ema": self.ema,
-        }  # fmt: skip
-        self.variables = {name: variable for name, variable in variables.items() if variable is not None}
+        own = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "ema": self.ema}
+        self.variables = {name: variable for name, variable in own.items() if variable is not None}
+        self._of_wire = self._variables_of_wire(options.wire, call)
+        self.variables |= self._of_wire
         for variable in self.variables.values():
             variable._has_step = True
         names, given = users_names(), [v for v in (params, state) if isinstance(v, Shared)]
@@ -110,6 +127,18 @@ class TrainingModel:
         # Variables take the place of the user's arrays, which need not stay in memory.
         self.options = options._replace(params=self.params, state=self.state)
         self.signature = self._signature_of_rows(call)
+
+    def _variables_of_wire(self, wire: str | GradientSum | None, call: str) -> dict[str, Shared]:
+        """Return the variables that a wire keeps between steps, by name."""
+        self._sum = None if wire is None or isinstance(wire, str) else wire.sum
+        if wire is None or isinstance(wire, str):
+            return {}
+        shared_by_all, of_each = wire.variables(abstract_value(self.params))
+        for variable in of_each.values():
+            variable._may_differ = True
+        if taken := sorted({*shared_by_all, *of_each} & {*self.variables}):
+            raise ValueError(f"{call}: wire={wire!r} names a variable {taken[0]}, as the step does; name it otherwise.")
+        return {**shared_by_all, **of_each}
 
     def _signature_of_rows(self, call: str) -> inspect.Signature:
         """Return the signature of the loss without parameters and state."""
@@ -138,7 +167,7 @@ class TrainingModel:
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}
-        narrow = options.wire if self._low_rank is None else None
+        narrow = options.wire if self._sum is None else None
         wire = None if narrow is None else {**dict.fromkeys(ops), "loss": (None, narrow)}
         given: Any = {name: value for name, value in options._asdict().items() if name in Options.__annotations__}
         made = function(fn, options.inputs, ops, **(given | {"then": then, "wire": wire}))
@@ -153,7 +182,7 @@ class TrainingModel:
             made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside,
             has_barrier=options.has_barrier, log=options.log,
         )  # fmt: skip
-        if self._low_rank is not None:
+        if self._sum is not None:
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)
         made._spec = spec
@@ -230,8 +259,10 @@ class TrainingModel:
 
         Return the new parameters, the mean gradient and the updates.
         """
-        if self._low_rank is not None and unreduced:
-            grads = self._low_rank.sum(grads)
+        if self._sum is not None and unreduced:
+            # Unreduced gradients come in their accumulation dtype.
+            like = abstract_value(self.params)
+            grads = jax.tree.map(lambda g, s: g.astype(s.dtype), self._sum(grads, self._of_wire), like)
         new, opt_state.value, updates = self.apply_updates(params.value, opt_state.value, grads, loss)
         params.value = new
         return new, grads, updates
@@ -261,12 +292,17 @@ def checked_step(options: StepOptions, call: str) -> StepOptions:
     if blocks is not None and wire is not None:
         raise ValueError(f"{call}: wire={wire!r} works on each replica's sums, so it does not go with blocks={blocks}.")
     in_shards = [name for name in ("shard_params", "shard_optimizer") if getattr(options, name)]
-    if options.engine == "jit" and (in_shards or isinstance(wire, PowerSGD)):
+    if options.engine == "jit" and (in_shards or is_sum(wire)):
         option = f"{in_shards[0]}=True" if in_shards else f"wire={wire!r}"
         raise ValueError(f'{call}: {option} is for parts of a batch, but engine="jit" runs all its rows as one.')
     if log is not None and not callable(log):
         raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
-    if not isinstance(wire, PowerSGD):
+    if not (wire is None or isinstance(wire, str) or is_sum(wire)):
+        raise TypeError(
+            f'{call}: wire {shown(wire)} is none of synk\'s; use "bf16", "int8" or None, or an object with the methods '
+            f"variables and sum, such as synk.contrib.PowerSGD."
+        )
+    if not is_sum(wire):
         check_wire(wire, call)
     return options
 

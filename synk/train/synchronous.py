@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .._base.errors import public_api, shown
+from .._base.old_names import instead_of
 from .._base.pytree import PyTree
-from .._call.binding import AUTO, CallOptions, check_slices
+from .._call.binding import check_slices
 from .._call.spec import Stats
 from .._data.prefetch import Prefetch
 from .._function.decorator import Inputs, checked_options
@@ -23,8 +24,7 @@ from .._reductions.wire import WireName
 from .._runtime.engine import EngineName
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
-from .model import LeafKind, StepOptions, TrainingModel, checked_number, checked_step, kinds_of
-from .power_sgd import PowerSGD
+from .model import GradientSum, LeafKind, StepOptions, TrainingModel, checked_step, is_sum, kinds_of
 
 if TYPE_CHECKING:
     from .._check.blame import Blame
@@ -36,13 +36,13 @@ class Step:
     """A training step; made by `synk.train.step`.
 
     Attributes:
-      function: the `synk.Function` that it calls.
+      function: the `synk.typing.Function` that it calls.
       params: the shared variable that holds the parameters; their tree is `params.value`.
       opt_state: the shared variable that holds the optimizer's state.
       state: the shared variable that holds the model's state; None if there is none.
       ema: the shared variable that holds the exponential moving average of the parameters; None without `ema=`.
-      variables: all shared variables that a step updates by name, as `synk.save` and `synk.load` take them; with
-        `wire=synk.train.PowerSGD(...)` also its "feedback" and "basis".
+      variables: all shared variables that a step updates by name, as `synk.save` and `synk.load` take them; those
+        of a `wire=` that adds up gradients itself too.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -67,6 +67,9 @@ class Step:
 
     def __repr__(self) -> str:
         return f"synk.train.step({', '.join([self.function.name, *map(repr, self.variables.values())])})"
+
+    def __getattr__(self, member: str) -> Any:
+        raise AttributeError(f"a training step has no {member!r}{instead_of(member)}")
 
     def _with_slices(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a call, with the step's own number of slices if they name none."""
@@ -93,7 +96,7 @@ class Step:
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
-        """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`.
+        """Take a step for each of `batches`, and return an iterator of the results; see `synk.typing.Function.iterate`.
 
         For dropout and augmentation give each batch its own PRNG key by `synk.each`: one key for all batches draws the
         same noise in every step.
@@ -102,12 +105,15 @@ class Step:
 
     @public_api
     def stream(self, source: Iterable[Any], **options: Any) -> Prefetch[Any, Any]:
-        """Take a step for each item of a loader, and return an iterator of the results; see `synk.Function.stream`."""
+        """Take a step for each item of a loader, and return an iterator of the results.
+
+        See `synk.typing.Function.stream`.
+        """
         return self.function.stream(source, **self._with_slices(options))
 
     @public_api
     def check(self, *args: Any, **options: Any) -> None:
-        """Compare a step with the serial one, and take none; see `synk.Function.check`.
+        """Compare a step with the serial one, and take none; see `synk.typing.Function.check`.
 
         Raises:
           LawError: the steps differ, for example by the statistics of a BatchNorm.
@@ -116,22 +122,25 @@ class Step:
 
     @public_api
     def serial(self, *args: Any, **options: Any) -> Any:
-        """Take the step on one device, and keep nothing unless `update=True`; see `synk.Function.serial`."""
+        """Take the step on one device, and keep nothing unless `update=True`; see `synk.typing.Function.serial`."""
         return self.function.serial(*args, **options)
 
     @public_api
     def compile(self, *args: Any, **options: Any) -> jax.stages.Compiled:
-        """Compile the program of a step ahead, and take none; see `synk.Function.compile`."""
+        """Compile the program of a step ahead, and take none; see `synk.typing.Function.compile`."""
         return self.function.compile(*args, **self._with_slices(options))
 
     @public_api
     def explain(self, *args: Any, **options: Any) -> Explanation:
-        """Say what a step with these arguments would do, without taking it; see `synk.Function.explain`."""
+        """Say what a step with these arguments would do, without taking it; see `synk.typing.Function.explain`."""
         return self.function.explain(*args, **self._with_slices(options))
 
     @public_api
     def blame(self, *args: Any, **options: Any) -> Blame | None:
-        """Find the first row whose loss or gradients are not finite, and take no step; see `synk.Function.blame`."""
+        """Find the first row whose loss or gradients are not finite, and take no step.
+
+        See `synk.typing.Function.blame`.
+        """
         return self.function.blame(*args, **self._with_slices(options))
 
     @public_api
@@ -150,15 +159,15 @@ class Step:
 
         Args:
           compiler_options: options of XLA by name, in addition to those that the step has.
-          wire: how gradients travel, as for `synk.train.step`; None for unrounded. A step with
-            `wire=synk.train.PowerSGD(...)` keeps its own.
+          wire: how gradients travel, as for `synk.train.step`; None for unrounded. A step whose wire adds up
+            gradients itself keeps that.
           num_slices: in how many slices calls run that do not name a number.
           barrier: whether, on several GPUs, all gradients are combined before the update of the first parameter
             begins.
           engine: as for `synk.train.step`.
 
         Returns:
-          The new step; `tune` finds out which is fastest.
+          The new step; `synk.contrib.tune` finds out which is fastest.
 
         Raises:
           TypeError, ValueError: an option is of a wrong kind or value.
@@ -175,9 +184,10 @@ class Step:
             check_slices(num_slices, name)
         if not (barrier is None or isinstance(barrier, bool)):
             raise TypeError(f"{name}: barrier is {shown(barrier)}; give True or False.")
-        if isinstance(wire, PowerSGD) or (not isinstance(wire, EllipsisType) and "feedback" in self.variables):
+        if is_sum(wire) or (not isinstance(wire, EllipsisType) and is_sum(old.wire)):
+            kept = wire if is_sum(wire) else old.wire
             raise ValueError(
-                f"{name}: wire=synk.train.PowerSGD(...) belongs to the step; make another by synk.train.step."
+                f"{name}: wire={kept!r} has variables of its step; make another step by synk.train.step(..., wire=...)."
             )
         options = old._replace(
             wire=old.wire if isinstance(wire, EllipsisType) else wire,
@@ -188,75 +198,6 @@ class Step:
         )
         options = checked_step(options, name)
         return replace(self, function=self._build(options), _options=options)
-
-    @public_api
-    def tune(
-        self,
-        *args: Any,
-        seconds: float = 60,
-        wires: WireName | Sequence[WireName] = (),
-        batch: Any = None,
-        batch_s: Any = None,
-        num_slices: int | Literal["auto"] | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Find the options of `with_options` that make a step over such rows fastest on the devices that are here.
-
-        It tries one setting after the other against the best so far, prints what it finds, and changes nothing: no
-        step is kept, and neither Ctrl-C nor an error leaves a trace in the variables or `stats`. Slices are tried
-        everywhere, except with `blocks`, where they change nothing. On several GPUs also: how many bytes of gradients
-        XLA packs into one all-reduce, the barrier before the update, and XLA's latency hiding scheduler. At last it
-        times steps that loops with `per_launch` run in a row, which is not among the options.
-
-        Steps are awaited one by one, and the two settings take turns; other threads may make calls in between, which
-        then disturb the times. The table shows the median, over the rounds, of a setting's time relative to the best's,
-        and its margin: three times the distance of the quartiles, divided by the root of the number of rounds. A
-        setting wins if the median is below 1 by more than that, and by at least 1 %; otherwise the best so far stays.
-        What does not compile, does not fit into memory or gives another answer to more than rounding (see `check`) is
-        listed and not chosen.
-
-        Args:
-          *args, **kwargs: the rows, as in a call: as many, and from the same place, as in training.
-          seconds: about how long all may take, compiling included. What is under way then is not cut short.
-          wires: wires to try too. They round gradients, so the answer differs by that; by default none is tried.
-          batch, batch_s: as in a call.
-          num_slices: as in a call; the number stays as it is then. By default numbers are tried.
-
-        Returns:
-          Options for `with_options`, without those that stay as they are. In a group of several processes all make
-          this call, and all get the same.
-
-        Raises:
-          MemoryError: the step as it is, beside a copy of its variables, does not fit into memory.
-
-        Other errors are those of a call.
-
-        Example:
-          >>> import numpy as np, optax, synk.train
-          >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.25))
-          >>> options = step.tune(np.ones(8), seconds=0.1)  # doctest: +ELLIPSIS
-          tuning <lambda>: ...
-          >>> fast = step.with_options(**options)
-          >>> print(fast(np.ones(8)), step.stats.calls)
-          1.0 0
-        """
-        from .tune import Tuner
-
-        name, wanted = f"{self.function.name}.tune: seconds", "give how long it may take, a finite number > 0"
-        seconds = checked_number(seconds, name, wanted, lambda seconds: 0 < seconds < float("inf"))
-        wires = (wires,) if isinstance(wires, str) else tuple(wires)
-        for wire in wires:
-            self.with_options(wire=wire)
-        slices = self._options.num_slices or 1 if num_slices is None else num_slices
-        call = CallOptions(batch, batch_s, slices)
-        bound = self.function._bind(args, kwargs, call, "tune")
-        # With blocks a program is the same for any slices.
-        is_free = num_slices is None and slices != AUTO and self.function._spec.blocks is None
-
-        def build(**settings: Any) -> Function:
-            return self.with_options(**settings).function
-
-        return Tuner(self.function, build, (bound, call), seconds).search((1, 2, 4) if is_free else (), wires)
 
 
 @public_api
@@ -271,7 +212,7 @@ def step(
     clip: float | None = None,
     donate: bool = True,
     nan: Literal["raise"] | None = None,
-    wire: WireName | PowerSGD | None = None,
+    wire: WireName | GradientSum | None = None,
     shard_optimizer: bool = False,
     shard_params: bool = False,
     blocks: int | None = None,
@@ -309,8 +250,8 @@ def step(
       nan: as for `synk.function`: "raise" raises FloatingPointError if the loss, aux outputs or updates are not finite.
         The error names the row to blame, and no step is taken.
       wire: how gradients travel between replicas, as for `synk.function`; the loss, the state and leaves below 256
-        numbers travel as they are. `synk.train.PowerSGD(rank)` sends thin factors, and adds what they leave out to the
-        next gradient; `check` compares as if all travelled.
+        numbers travel as they are. Or an object with the two methods of `synk.contrib.PowerSGD`, which adds up
+        gradients itself; `check` compares as if all travelled.
       shard_optimizer: whether each replica keeps one n-th of the optimizer's state: it takes its shard of the gradient
         and updates one n-th of the parameters, and all gather them (ZeRO-1). The step is the same for any optimizer.
         What lies in shards is placed now, in the current group.
@@ -325,7 +266,7 @@ def step(
         A step returns its tree last.
       axis_name: as for `synk.function`.
       engine: as for `synk.function`: "jit" if rows of a batch see one another. Not with variables in shards.
-      compiler_options: as for `synk.function`; `Step.tune` finds some that help.
+      compiler_options: as for `synk.function`; `synk.contrib.tune` finds some that help.
       name: what messages call the step; by default the loss's name.
 
     Returns:

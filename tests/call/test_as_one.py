@@ -320,7 +320,7 @@ def test_variables(four):
     with pytest.raises(ValueError, match="held holds rows"):
         synk.function(lambda: held.update(held.value - mean(held.value)))()
     synk.function(lambda x: apart.update(x.sum(0)))(x)
-    with pytest.raises(synk.DivergedError, match="a: its replicas"):
+    with pytest.raises(synk.errors.DivergedError, match="a: its replicas"):
         synk.function(lambda x: mean(x) + apart.value, reduce="mean")(x)
 
 

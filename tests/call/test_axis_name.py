@@ -133,7 +133,7 @@ def test_what_synk_itself_sends(on_group, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"shard_optimizer": True}, {"wire": synk.train.PowerSGD(2)}, {"wire": "bf16"}], ids=str
+    "options", [{}, {"shard_optimizer": True}, {"wire": synk.contrib.PowerSGD(2)}, {"wire": "bf16"}], ids=str
 )
 def test_training(options):
     """Batch norm over the axis, and what steps send themselves."""
@@ -234,7 +234,7 @@ def test_another_axis_of_maps_and_training():
     f = synk.map(lambda x: lax.psum(x, "i"), axis_name="j")
     with pytest.raises(ValueError, match=r'axis is "j": synk\.map\(\.\.\., axis_name="i"\)'):
         f(numbers(synk.size()))
-    for make in (synk.train.step, synk.train.local_steps):
+    for make in (synk.train.step, synk.contrib.local_steps):
         step = make(lambda w, x: lax.pmean((w * x).mean(), "i"), np.float32(0), optax.sgd(0.1))
         with pytest.raises(ValueError, match=rf'"replica": synk\.train\.{make.__name__}\(\.\.\., axis_name="i"\)'):
             step(numbers(8))

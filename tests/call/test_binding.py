@@ -293,7 +293,7 @@ def test_sparse_arrays(kind, n, form):
                 (lambda: list(total.iterate(matrix, batches=[4])), "f: argument b"),
                 (lambda: synk.function(lambda t: t, name="f")({"b": [matrix]}), r"f: argument t\['b'\]\[0\]"),
                 (lambda: synk.scatter(w, matrix), "synk.scatter: w"),
-                (lambda: synk.scan(lambda a, b: a, matrix), r"synk.scan\(<lambda>\): x"),
+                (lambda: synk.contrib.scan(lambda a, b: a, matrix), r"synk.contrib.scan\(<lambda>\): x"),
                 (lambda: synk.function(lambda x: {"g": matrix}, name="f")(x), r"f: output\['g'\]"),
             ):
                 with pytest.raises(TypeError, match=f"{what} is a {form.split()[0]}, a sparse array.* its .todense"):

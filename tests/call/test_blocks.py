@@ -139,7 +139,7 @@ def test_what_shows_replicas():
                 call(X)
         want = reads(X)
         w.set_value(np.float32(3), rank=1)
-        with pytest.raises(synk.DivergedError, match="w: its replicas may hold different values"):
+        with pytest.raises(synk.errors.DivergedError, match="w: its replicas may hold different values"):
             reads(X)
         w.value = np.float32(2)
         assert digest(reads(X)) == digest(want)

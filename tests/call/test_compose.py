@@ -379,7 +379,7 @@ def test_nan_in_wide_extremes(four):
         for found in call(x):
             np.testing.assert_array_equal(np.isnan(found), np.isnan(x[2]))
     for reduce in ("max", "min"):
-        found = synk.pairs(lambda a, b: a + b, np.zeros((3, 1001), np.float32), x, reduce=reduce)
+        found = synk.contrib.pairs(lambda a, b: a + b, np.zeros((3, 1001), np.float32), x, reduce=reduce)
         np.testing.assert_array_equal(np.isnan(found), np.isnan(np.stack([x[2]] * 3)))
 
 
@@ -445,8 +445,8 @@ def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
     """Collectives would meet over that one; with another name it is right."""
     calls = {
         "function": synk.function(jnp.sum, name="total"),
-        "scan": lambda x: synk.scan(jnp.add, x)[-1],
-        "pairs": lambda x: synk.pairs(lambda a, b: b, jnp.zeros(1), x)[0],
+        "scan": lambda x: synk.contrib.scan(jnp.add, x)[-1],
+        "pairs": lambda x: synk.contrib.pairs(lambda a, b: b, jnp.zeros(1), x)[0],
     }
     x = jnp.stack([jnp.linspace(0.5, 1.5, 7), jnp.ones(7)])
     with pytest.raises(synk.SynkError, match='has an axis named "replica", as that of the replicas is called'):

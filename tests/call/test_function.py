@@ -562,7 +562,7 @@ def test_a_decorated_method():
     """Accessed on an instance it says what to do; on the class it is the function."""
     with pytest.raises(TypeError, match=r"loss.*(method|self)[\s\S]*synk\.function\("):
         Model().loss(X8)
-    assert isinstance(Model.loss, synk.Function)
+    assert isinstance(Model.loss, synk.typing.Function)
 
 
 def test_members_of_a_function(group):

@@ -71,7 +71,7 @@ def test_scans(kind, n, rows):
 
     with group_of(kind, n):
         for reverse in (False, True) if rows > 4 else (rows == 4,):
-            assert_gradient(of(synk.scan, reverse), of(jax.lax.associative_scan, reverse), PATH[:rows])
+            assert_gradient(of(synk.contrib.scan, reverse), of(jax.lax.associative_scan, reverse), PATH[:rows])
 
 
 @pytest.mark.parametrize(("kind", "n", "rows"), every([("devices", 2, 5)]))
@@ -88,7 +88,7 @@ def test_pairs(kind, n, rows):
     others = PATH[:5] + 10
 
     def of(path):
-        return (WEIGHTS[:rows] * synk.pairs(distance, path, others, reduce="max")).sum()
+        return (WEIGHTS[:rows] * synk.contrib.pairs(distance, path, others, reduce="max")).sum()
 
     with group_of(kind, n):
         assert_gradient(

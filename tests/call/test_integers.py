@@ -202,13 +202,13 @@ def test_under_jit_and_in_skeletons(kind, n, wrap):
                 (lambda: f(IDS), "f: argument x"),
                 (lambda: f(IDS, batch=[1, 10]), "f: argument x"),
                 (lambda: f(WIDE), "f: argument x"),
-                (lambda: synk.scan(jnp.add, IDS), r"synk.scan\(add\): x"),
-                (lambda: synk.pairs(lambda a, b: a * b, IDS), r"synk.pairs\(<lambda>\): x"),
+                (lambda: synk.contrib.scan(jnp.add, IDS), r"synk.contrib.scan\(add\): x"),
+                (lambda: synk.contrib.pairs(lambda a, b: a * b, IDS), r"synk.contrib.pairs\(<lambda>\): x"),
             ):
                 with pytest.raises(ValueError, match=f"{name}: .*{REFUSED}"):
                     wrap(call)()
         np.testing.assert_array_equal(wrap(lambda: f(IDS, batch=10))(), IDS[:10])
-        np.testing.assert_array_equal(wrap(lambda: synk.scan(jnp.maximum, IDS[:10]))(), IDS[:10])
+        np.testing.assert_array_equal(wrap(lambda: synk.contrib.scan(jnp.maximum, IDS[:10]))(), IDS[:10])
 
 
 def test_outputs(four):

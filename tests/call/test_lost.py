@@ -70,7 +70,9 @@ def test_what_died_is_lost_and_healed(group, donate):
     is_lost = run_until_dead(step, -x) or donate
     if is_lost:
         for read in (lambda: w.value, lambda: w.get_value(0), lambda: step(x)):
-            with pytest.raises(synk.SharedLostError, match=r"w: a program of step .* died .*Set or load it again"):
+            with pytest.raises(
+                synk.errors.SharedLostError, match=r"w: a program of step .* died .*Set or load it again"
+            ):
                 read()
         w.value = np.ones(3, np.float32)
     np.testing.assert_array_equal(w.value, [1, 1, 1])
@@ -93,7 +95,7 @@ def test_what_looks_at_a_lost_variable_says_so(call, tmp_path):
         step(x)
         run_until_dead(step, -x)
         drain()
-        with pytest.raises(synk.SharedLostError, match="w: a program of step"):
+        with pytest.raises(synk.errors.SharedLostError, match="w: a program of step"):
             acts[call]()
         synk.broadcast(w, np.ones(3, np.float32))
         acts[call]()
@@ -111,7 +113,7 @@ def test_calls_that_follow_what_died_are_lost_too(group, donate):
         for _ in range(3):
             run_until_dead(step, x)
         if is_lost:
-            with pytest.raises(synk.SharedLostError):
+            with pytest.raises(synk.errors.SharedLostError):
                 w.value
         run_until_dead(step, -x)
         w.value = np.ones(3, np.float32)

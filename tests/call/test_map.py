@@ -87,7 +87,7 @@ def test_ops_over_rows(rows):
             assert_close(got[op], of_numpy(x > 1 if op in ("any", "all") else x))
     assert_close(f.over(x, batches=[1, slice(1, rows)])["mean"], x.mean(0))
     stays = synk.map(lambda row: 2 * row, outputs="scatter")(x)
-    assert isinstance(stays, synk.Data)
+    assert isinstance(stays, synk.typing.Data)
     assert_same(np.asarray(stays), 2 * x)
     for op in ("stack", "first", jnp.median):
         with pytest.raises(ValueError, match="do not combine by"):

@@ -131,7 +131,9 @@ def test_a_check_of_replicas_takes_the_mark_away(on_group):
     for i in range(1, 4):
         learn(x)
         if on_group.size > 1:
-            with pytest.raises(synk.DivergedError, match=r"may hold different.*If they are equal.*check_replicas\(w\)"):
+            with pytest.raises(
+                synk.errors.DivergedError, match=r"may hold different.*If they are equal.*check_replicas\(w\)"
+            ):
                 w.value
         synk.check_replicas(w)
         assert_close(w.value, i * x.mean(0))
@@ -143,6 +145,6 @@ def test_a_check_of_replicas_takes_the_mark_away(on_group):
     synk.function(spoil)(x)
     if on_group.size > 1:
         for act in (lambda: synk.check_replicas(w, own), lambda: own.value):
-            with pytest.raises(synk.DivergedError):
+            with pytest.raises(synk.errors.DivergedError):
                 act()
     assert_close(w.value, 3 * x.mean(0))

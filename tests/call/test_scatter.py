@@ -40,7 +40,7 @@ def test_rows_go_on(kind, n, rows):
         f, total = doubled(), synk.function(lambda a, b: (a + b).sum(0))
         for slices in (1, 3, 1):
             made = f(x, num_slices=slices)
-            assert isinstance(made, synk.Data)
+            assert isinstance(made, synk.typing.Data)
             assert (made.place, made.shape, made.dtype) == ("scatter", (rows, 3), np.float32)
             assert_same(np.asarray(made), x * 2)
             assert_same(f(made, num_slices=slices)[:], x * 4)

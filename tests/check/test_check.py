@@ -80,7 +80,7 @@ def test_serial_with_rows_of_variables(four, rows):
         return held.value
 
     assert_close(f.serial(update=True), 2 * numbers(rows))
-    assert synk.get_lengths(held) == [len(part) for part in np.array_split(numbers(rows), 4)]
+    assert synk.contrib.synkhronos.get_lengths(held) == [len(part) for part in np.array_split(numbers(rows), 4)]
     assert_close(synk.gather(held, nd_up=0), 2 * numbers(rows))
 
 
@@ -88,7 +88,7 @@ def test_serial_of_unequal_replicas(four):
     """There is no one value to run with."""
     w = synk.shared(np.float32(1), name="w")
     w.set_value(np.float32(2), rank=1)
-    with pytest.raises(synk.DivergedError, match="w: its replicas may hold different values"):
+    with pytest.raises(synk.errors.DivergedError, match="w: its replicas may hold different values"):
         synk.function(lambda x: x * w.value).serial(X[:, 0])
 
 

@@ -58,7 +58,7 @@ CASES = {
     "std": (lambda x: x.std(), "mean", "a statistic across rows"),
     "variance of columns": (lambda x: x.var(0), "mean", "a statistic across rows"),
     "median": (lambda x: jnp.sort(x, axis=0)[x.shape[0] // 2], "mean", "across rows"),
-    "contrastive": (contrastive, "mean", "synk.pairs combines all pairs of rows"),
+    "contrastive": (contrastive, "mean", "synk.contrib.pairs combines all pairs of rows"),
     "root of the mean square": (lambda x: jnp.sqrt((x**2).mean()), "mean", "a statistic across rows"),
     "ratio of sums": (lambda x: (x[:, 0] ** 2).sum() / (x[:, 2] ** 4).sum(), "mean", "synk.Weighted is missing"),
     "masked mean": (lambda x: masked(x), "mean", "return synk.Weighted(total / count, count)"),

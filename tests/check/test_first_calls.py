@@ -152,7 +152,7 @@ def test_replicas_that_go_ways_of_their_own(four, capsys):
     w = synk.shared(np.float32(0), name="w")
     synk.function(lambda x: setattr(w, "value", x.sum()), name="f")(ROWS)
     synk.function(lambda x: x.sum() * w.value, name="g")(ROWS)
-    step = synk.train.local_steps(squares, np.float32(0), optax.sgd(0.1), name="local")
+    step = synk.contrib.local_steps(squares, np.float32(0), optax.sgd(0.1), name="local")
     for _ in range(3):
         step(ROWS)
     said = capsys.readouterr().err.splitlines()

@@ -289,7 +289,7 @@ named(
     learning_rate=lambda is_odd, f, g, x: [
         (h := synk.function(lambda x, lr: x.sum() * lr, inputs=["x"], name="h"))(x, 0.1), h(x, 0.1 + 0.01 * is_odd),
     ],
-    set_value=lambda is_odd, f, g, x: [synk.set_value(0, w, w.value + is_odd) for w in variables("w")],
+    set_value=lambda is_odd, f, g, x: [w.set_value(w.value + is_odd, rank=0) for w in variables("w")],
     assigned=lambda is_odd, f, g, x: [(w.value, setattr(w, "value", np.full(3, is_odd, np.float32))) for w in variables("w")],
 )  # fmt: skip
 named(
@@ -332,6 +332,6 @@ def caught(is_odd, f, x):
         return [float(f(x)[0]) for _ in range(5)]
     try:
         synk.save(FOLDER, {}, step=1)
-    except synk.DisagreementError as error:
+    except synk.errors.DisagreementError as error:
         say("raised", kind=type(error).__name__, message=str(error))
         time.sleep(20)

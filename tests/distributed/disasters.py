@@ -180,7 +180,7 @@ def make(case, name):
         # Large enough to lie in shards.
         params = {"a": np.zeros((3, 2740 if case.trainer == "sharded" else 1), dtype), "b": np.zeros((), dtype)}
         if case.trainer == "local":
-            trained = synk.train.local_steps(loss, params, optax.sgd(0.02, 0.9), aux="sum", optimizer_state=False)
+            trained = synk.contrib.local_steps(loss, params, optax.sgd(0.02, 0.9), aux="sum", optimizer_state=False)
         else:
             more = {"shard_params": case.trainer == "sharded", "blocks": case.blocks}
             trained = synk.train.step(loss, params, optax.adam(0.02), aux="sum", **more)
@@ -597,7 +597,7 @@ def outcome(case):
     ) as case.at:
         try:
             run(case)
-        except (Wrong, synk.CheckpointError) as error:
+        except (Wrong, synk.errors.CheckpointError) as error:
             why = str(error)
         except Exception:
             why = traceback.format_exc()

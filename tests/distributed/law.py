@@ -246,13 +246,13 @@ def tune(group, noted):
     x = normal(8 * group.size + 1)
     with jax.numpy_dtype_promotion("standard"):
         for seconds in (2, 0.01):
-            options = step.tune(x, seconds=seconds)
+            options = synk.contrib.tune(step, x, seconds=seconds)
             multihost_utils.assert_equal(np.array(options.get("num_slices", 1)), "processes choose alike")
         assert not step.params.value.any() and step.stats.calls == 0
         close(step.with_options(**options)(x), np.mean(x[:, 2] ** 2), rtol=1e-4)
         # Slices are refused in every process, and all go on.
         alone = synk.train.step(lambda w, x: synk.all_reduce(x[:, 2] * w, "sum").mean(), np.float32(1), optax.sgd(0.1))
-        assert alone.tune(x[: 8 * group.size], seconds=2) == {}
+        assert synk.contrib.tune(alone, x[: 8 * group.size], seconds=2) == {}
     synk.check_replicas(*step.variables.values())
 
 
@@ -295,13 +295,13 @@ def shared(group, noted):
         close(own.get_value(rank), parts[rank].sum(0))
         close(own.get_value(rank, borrow=True), parts[rank].sum(0))
     if n > 1:
-        raises(synk.DivergedError, "own", lambda: own.value)
-        raises(synk.DivergedError, "own", lambda: synk.check_replicas(own))
+        raises(synk.errors.DivergedError, "own", lambda: own.value)
+        raises(synk.errors.DivergedError, "own", lambda: synk.check_replicas(own))
     count(x, num_slices=2)
     close(own.get_value(n - 1), 2 * parts[-1].sum(0))
     synk.scatter(rows, x)
-    assert synk.get_lengths(rows) == [len(part) for part in parts]
-    assert synk.get_shapes(rows) == [part.shape for part in parts]
+    assert synk.contrib.synkhronos.get_lengths(rows) == [len(part) for part in parts]
+    assert synk.contrib.synkhronos.get_shapes(rows) == [part.shape for part in parts]
     total = synk.function(lambda: (rows.value.sum(0), rows.value), outputs=("sum", "concat"), name="total")
     close(total(), (x.sum(0), x))
     close(total.serial(), (x.sum(0), x))
@@ -329,9 +329,9 @@ def collectives(group, noted):
     v = synk.shared(np.zeros((1, 2), np.float32), name="v")
     synk.scatter(v, x)
     close(synk.gather(v, nd_up=0), x)
-    close(synk.get_value(n - 1, v), parts[-1])
-    synk.set_value(n - 1, v, np.ones((4, 2), np.float32))
-    assert synk.get_lengths(v)[-1] == 4
+    close(v.get_value(n - 1), parts[-1])
+    v.set_value(np.ones((4, 2), np.float32), rank=n - 1)
+    assert synk.contrib.synkhronos.get_lengths(v)[-1] == 4
     if n > 1:
         raises(ValueError, "rows", lambda: synk.gather(v))
         raises(ValueError, "rows", lambda: synk.all_reduce(v))
@@ -353,7 +353,7 @@ def collectives(group, noted):
     close(v.get_value(0), each.sum(0))
     if n > 1:
         close(v.get_value(n - 1), each[-1])
-        raises(synk.DivergedError, "v", lambda: synk.check_replicas(v))
+        raises(synk.errors.DivergedError, "v", lambda: synk.check_replicas(v))
     v.set_value(x[:2], rank=0)
     weights = list(range(1, n + 1))
     synk.all_reduce(v, "mean", weights=weights)
@@ -888,7 +888,7 @@ def pieces(group, noted):
     def made(**options):
         return synk.train.step(loss, start, optax.sgd(0.05, 0.9), **options)
 
-    plain, sharded, thin = made(), made(shard_optimizer=True), made(wire=synk.train.PowerSGD(1))
+    plain, sharded, thin = made(), made(shard_optimizer=True), made(wire=synk.contrib.PowerSGD(1))
     close(train(sharded, 4), train(plain, 4))
     close(sharded.opt_state.value, plain.opt_state.value)
     close(sharded.opt_state.get_value(0, borrow=True), plain.opt_state.value)
@@ -896,7 +896,7 @@ def pieces(group, noted):
     close(sharded.serial(x), plain.serial(x))
     train(thin, 4)
     synk.check_replicas(sharded.params, sharded.opt_state, thin.params, thin.variables["basis"])
-    for step, options in ((sharded, {"shard_optimizer": True}), (thin, {"wire": synk.train.PowerSGD(1)})):
+    for step, options in ((sharded, {"shard_optimizer": True}), (thin, {"wire": synk.contrib.PowerSGD(1)})):
         folder = noted.folder / f"pieces {sorted(options)[0]}"
         synk.save(folder, step.variables, step=4)
         again = made(**options)
@@ -930,8 +930,8 @@ def neighbours(group, noted):
         twice = np.pad(once[:-3] + once[3:], ((2, 1), (0, 0)), mode="reflect")
         found = smooth(smooth(x, num_slices=slices), num_slices=slices)
         close(found[:], twice[:-3] + twice[3:])
-        close(synk.scan(jnp.add, found), np.cumsum(found[:], 0), rtol=1e-4)
-        close(synk.pairs(jnp.maximum, x), np.maximum(x[:, None], x[None]).sum(1))
+        close(synk.contrib.scan(jnp.add, found), np.cumsum(found[:], 0), rtol=1e-4)
+        close(synk.contrib.pairs(jnp.maximum, x), np.maximum(x[:, None], x[None]).sum(1))
         batch = [rows - 1, 0, 4]
         picked = np.pad(x[batch], ((2, 1), (0, 0)), mode="reflect")
         close(smooth(x, batch=batch)[:], picked[:-3] + picked[3:])
@@ -956,7 +956,7 @@ def checkpoint_in_background(group, noted):
     """Process 0 writes while all go on. The next save reports a failed write in all processes. Parts can be loaded."""
     folder = noted.folder / "background"
     w, own = synk.shared(np.zeros(5, np.float32), name="w"), synk.shared(np.zeros(2, np.int8), name="own")
-    synk.set_value(group.size - 1, own, np.ones(2, np.int8))
+    own.set_value(np.ones(2, np.int8), rank=group.size - 1)
     for step in (1, 2, 3):
         w.value = np.full(5, step, np.float32)
         synk.save(folder, {"w": w, "own": own}, step=step, background=True)
@@ -970,7 +970,7 @@ def checkpoint_in_background(group, noted):
     synk.save(folder, {"w": w}, step=5)
     if jax.process_index() == 0:
         (folder / "step-00000005" / "arrays.npz").unlink()
-    raises(synk.CheckpointError, "arrays.npz is missing", lambda: synk.load(folder, {"w": w}, step=5))
+    raises(synk.errors.CheckpointError, "arrays.npz is missing", lambda: synk.load(folder, {"w": w}, step=5))
 
 
 @case
@@ -1005,7 +1005,7 @@ def first_values(group, noted):
     w = synk.shared(np.full(3, jax.process_index(), np.float32), name="w")
     for act in (lambda: w.value, lambda: synk.function(lambda x: x.sum() * w.value)(np.ones(4, np.float32))):
         if jax.process_count() > 1:
-            raises(synk.DisagreementError, "differ in the value of w", act)
+            raises(synk.errors.DisagreementError, "differ in the value of w", act)
     synk.broadcast(w)
     assert w.value.tolist() == [0, 0, 0]
     synk.check_replicas(w)
@@ -1013,7 +1013,7 @@ def first_values(group, noted):
     start = np.full((3, 2), jax.process_index(), np.float32)
     step = synk.train.step(lambda params, x: jnp.sum(params) * jnp.mean(x), start, follower, shard_optimizer=True)
     if jax.process_count() > 1:
-        raises(synk.DisagreementError, "params", lambda: step.opt_state.value)
+        raises(synk.errors.DisagreementError, "params", lambda: step.opt_state.value)
     synk.broadcast(step.params)
     assert not step.opt_state.value.any() and step.opt_state.value.shape == (3, 2)
     synk.check_replicas(step.opt_state)

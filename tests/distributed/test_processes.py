@@ -206,7 +206,7 @@ def test_disagreement(what):
         is_ignored = what == "exchange_caught" and rank == 1  # so JAX's runtime ends it, once process 0 is gone
         assert (end.code == 1 or is_ignored) and end.code and end.seconds < 15, end.output
         told = next((f"{line['kind']}: {line['message']}" for line in said(end.output) if line["what"] == "raised"), "")
-        message = told or end.output.rpartition("synk.DisagreementError: ")[2]
+        message = told or end.output.rpartition("synk.errors.DisagreementError: ")[2]
         assert told.startswith("DisagreementError: ") or not told
         assert all(side in message for side in SIDES.get(what, ["process 0", "process 1"])), end.output
 
@@ -219,7 +219,7 @@ def test_checkpoints_of_gangs(n=4):
         rows = synk.shared(np.zeros((1, 2), np.float32))
         kept = synk.load(Path(law("2x2")[0]) / "saved", {"w": w, "k": k, "own": own, "rows": rows})
         assert kept == (1, {"n": n})
-        assert w.value["a"] == 3 and synk.get_lengths(rows) == [3, *[2] * (n - 1)]
+        assert w.value["a"] == 3 and synk.contrib.synkhronos.get_lengths(rows) == [3, *[2] * (n - 1)]
         assert [int(own.get_value(rank)[0]) for rank in range(n)] == list(range(1, n + 1))
 
 
@@ -501,7 +501,7 @@ def test_going_on(tmp_path, undisturbed, how):
     ends = harness.run(programs.train, tmp_path, deadline=60, **environment, SYNK_ATTEMPT="1")
     if "all" in how:
         for end in ends:
-            assert end.code == 1 and "synk.CheckpointError: synk.load: no checkpoint" in end.output
+            assert end.code == 1 and "synk.errors.CheckpointError: synk.load: no checkpoint" in end.output
         return
     for end in ends:
         assert end.code == 0, end.output

@@ -550,7 +550,7 @@ def loops_of(make, by="iterate"):
     elif make == "reads":
         f = synk.function(lambda x: x.sum() * w.value, name="f")
     else:
-        kind = {"step": synk.train.step, "local": synk.train.local_steps}[make]
+        kind = {"step": synk.train.step, "local": synk.contrib.local_steps}[make]
         f = kind(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), name="f")
     if by == "calls":
         return lambda batches: [f(x, batch=batch) for batch in batches]

@@ -391,9 +391,10 @@ def test_what_does_not_repeat_runs_one_by_one(options, group):
     batches = synk.minibatches(50, 6)
     lists = [*f.iterate(X, batches=batches, per_launch=4, num_slices=slices)]
     assert [len(results) for results in lists] == [4, 4, 1]
-    got = [np.asarray(r[:] if isinstance(r, synk.Data) else r) for r in flat(lists)]
+    got = [np.asarray(r[:] if isinstance(r, synk.typing.Data) else r) for r in flat(lists)]
     one = [
-        np.asarray(r[:] if isinstance(r, synk.Data) else r) for r in f.iterate(X, batches=batches, num_slices=slices)
+        np.asarray(r[:] if isinstance(r, synk.typing.Data) else r)
+        for r in f.iterate(X, batches=batches, num_slices=slices)
     ]
     assert_same(got, one)
     assert f.stats.calls == 18
@@ -458,7 +459,7 @@ def test_local_steps(every):
 
     def trained(k):
         told = []
-        steps = synk.train.local_steps(
+        steps = synk.contrib.local_steps(
             lambda p, x: jnp.mean((x[:, :3] @ p) ** 2), noise(3, 3), optax.sgd(0.1), every=every,
             report=lambda step, loss: told.append((step, float(loss))),
         )  # fmt: skip

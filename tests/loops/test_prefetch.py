@@ -307,7 +307,7 @@ def test_a_source_that_enters_another_group(group):
 def test_a_source_that_asks_local_steps(four, size):
     """How many there were, and for an average: each step is counted once."""
     x = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
-    steps = synk.train.local_steps(
+    steps = synk.contrib.local_steps(
         lambda p, x: jnp.mean((x @ p - 1) ** 2), np.zeros(2, np.float32), optax.sgd(0.5), every=3
     )
     seen = []

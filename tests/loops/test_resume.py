@@ -358,7 +358,7 @@ def test_extra_that_ends_an_iterator(tmp_path):
 def test_sigterm(tmp_path):
     """All is saved at the next item, the program ends with 143, and the signal has its handler of before again."""
     before, seen = signal.getsignal(signal.SIGTERM), []
-    with synk.simulate(2), pytest.raises(synk.Preempted) as stopped:
+    with synk.simulate(2), pytest.raises(synk.errors.Preempted) as stopped:
         run = Run()
         for at, batch in enumerate(synk.resume(minibatches(), run.variables, folder=tmp_path)):
             seen.append(run.take(batch, at))
@@ -387,7 +387,7 @@ def test_local_steps(tmp_path):
     for n, stop in ((2, 8), (3, None)):
         synk.close()
         with synk.simulate(n):
-            train = synk.train.local_steps(loss, np.zeros(2, np.float32), optax.sgd(0.1), every=4)
+            train = synk.contrib.local_steps(loss, np.zeros(2, np.float32), optax.sgd(0.1), every=4)
             loop = synk.resume(
                 train.iterate(X, batches=minibatches()), train.variables, folder=tmp_path, save_every=1e-9
             )

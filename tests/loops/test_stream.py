@@ -170,7 +170,7 @@ def test_training_on_a_stream(four):
     items = [(x,) for x, _ in ITEMS]
     plain, streamed = [synk.train.step(loss, np.float32(0), optax.sgd(0.1)) for _ in range(2)]
     assert [float(value) for value in streamed.stream(items)] == [float(plain(*item)) for item in items]
-    plain, streamed = [synk.train.local_steps(loss, np.float32(0), optax.sgd(0.1), every=4) for _ in range(2)]
+    plain, streamed = [synk.contrib.local_steps(loss, np.float32(0), optax.sgd(0.1), every=4) for _ in range(2)]
     for item in items:
         plain(*item)
     plain.finish()

@@ -286,7 +286,7 @@ def test_arrays_of_the_other_byte_order(four):
         assert float(f(given, given)) == float(jax.jit(lambda given=given: f(given, given))()) == 21 + 4 * 21
         index = np.array([3, 1])
         assert float(jax.jit(lambda index, given=given: f(given, 0 * x, batch=index))(index)) == 4
-        np.testing.assert_array_equal(jax.jit(lambda given=given: synk.scan(jnp.add, given))(), np.cumsum(x))
+        np.testing.assert_array_equal(jax.jit(lambda given=given: synk.contrib.scan(jnp.add, given))(), np.cumsum(x))
 
 
 @pytest.mark.parametrize(("given", "returned"), [(list, tuple), (tuple, list)])

@@ -277,7 +277,7 @@ def test_a_group_made_before_with_stays():
     assert synk.group() is group
 
 
-@pytest.mark.parametrize("make", [synk.init, synk.simulate, synk.fork])
+@pytest.mark.parametrize("make", [synk.init, synk.simulate, synk.init])
 def test_with_restores_the_group_of_before(make):
     """`with synk.init(4):` restores what was current before, also after an error, and by an ExitStack."""
     before = synk.simulate(2)
@@ -289,7 +289,7 @@ def test_with_restores_the_group_of_before(make):
     assert synk.group() is before
 
 
-AGAIN = [lambda: synk.init(2), lambda: synk.init(jax.devices()[:2]), lambda: synk.simulate(3), synk.init, synk.fork]
+AGAIN = [lambda: synk.init(2), lambda: synk.init(jax.devices()[:2]), lambda: synk.simulate(3), synk.init, synk.init]
 
 
 @pytest.mark.parametrize("make", AGAIN)
@@ -367,7 +367,7 @@ def test_groups_in_turn():
 
 
 def test_a_group_is_a_number(group):
-    """As `n = synk.fork()` was."""
+    """As `n = synk.init()` was."""
     n = len(group.devices)
     assert (operator.index(group), int(group)) == (n, n)
     assert list(range(group)) == list(range(n)) and "%d" % group == str(n)  # noqa: UP031

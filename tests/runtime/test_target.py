@@ -193,7 +193,7 @@ def all_of(step, rows):
         lambda: step.check(x, y), lambda: f.over(x, batches=[2]), lambda: f.explain(x, run=1),
         lambda: synk.prefetch([x]),
         lambda: w.value, lambda: w.get_value(1), lambda: synk.all_reduce(w), lambda: synk.gather(w),
-        lambda: setattr(w, "value", np.zeros(3)), lambda: synk.scan(jnp.add, x), lambda: synk.pairs(jnp.dot, x), lambda: synk.scatter(w, x[:, :1].ravel()),
+        lambda: setattr(w, "value", np.zeros(3)), lambda: synk.contrib.scan(jnp.add, x), lambda: synk.contrib.pairs(jnp.dot, x), lambda: synk.scatter(w, x[:, :1].ravel()),
         lambda: synk.check_replicas(w),
     ]  # fmt: skip
 

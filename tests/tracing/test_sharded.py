@@ -336,7 +336,7 @@ def test_shards_of_one_value(four):
         w.value = jax.tree.map(lambda leaf: leaf * factor(), w.value)
 
     total = synk.function(lambda x: x.sum(), then=lambda _: update(lambda: own.value), name="total")
-    with pytest.raises(synk.DivergedError, match="own"):
+    with pytest.raises(synk.errors.DivergedError, match="own"):
         total(X)
     with pytest.raises(ValueError, match=r"total\.then: it asks for its rank and updates w, which lies in shards"):
         synk.function(lambda x: x.sum(), then=lambda _: update(synk.rank), name="total")(X)

@@ -52,7 +52,7 @@ def test_the_state_of_parts_of_weight_0(group, slices):
     assert_close(refusing.state.value["mean"], X[3].sum())
 
 
-@pytest.mark.parametrize("make", [synk.train.step, lambda *args, **kw: synk.train.local_steps(*args, every=1, **kw)])
+@pytest.mark.parametrize("make", [synk.train.step, lambda *args, **kw: synk.contrib.local_steps(*args, every=1, **kw)])
 def test_a_state_that_the_loss_changes_in_place(group, make):
     """It is the loss's own tree, as under `jax.value_and_grad`."""
 
@@ -123,8 +123,8 @@ def private():
     [
         synk.train.step,
         lambda *args: synk.train.step(*args, shard_optimizer=True),
-        lambda *args: synk.train.step(*args, wire=synk.train.PowerSGD(1)),
-        lambda *args: synk.train.local_steps(*args, every=1),
+        lambda *args: synk.train.step(*args, wire=synk.contrib.PowerSGD(1)),
+        lambda *args: synk.contrib.local_steps(*args, every=1),
     ],
 )
 def test_updates_have_the_shapes_of_parameters(group, make):
@@ -180,14 +180,14 @@ def test_updates_from_the_gradient_of_each_example(group):
 def test_local_steps_compare_states_and_weights(group):
     """As synchronous ones: a shape is not stretched, and what is wrong is named."""
     with pytest.raises(ValueError, match=r"the new value of state has shape \(\), but its old one has \(2,\)"):
-        synk.train.local_steps(
+        synk.contrib.local_steps(
             lambda p, s, x: (squares(p, x), jnp.float32(2)), W, optax.sgd(0.1), state=np.zeros(2, np.float32), every=1
         )(X)
     with pytest.raises(ValueError, match="the new value of state has the tree"):
-        synk.train.local_steps(
+        synk.contrib.local_steps(
             lambda p, s, x: (squares(p, x), {"a": s}), W, optax.sgd(0.1), state=np.zeros(2, np.float32), every=1
         )(X)
-    for make in (synk.train.step, lambda *args: synk.train.local_steps(*args, every=1)):
+    for make in (synk.train.step, lambda *args: synk.contrib.local_steps(*args, every=1)):
         with pytest.raises(ValueError, match=r"the weight of its loss has shape .*; a part has one scalar weight"):
             make(lambda p, x: synk.Weighted(squares(p, x), jnp.ones(len(x))), W, optax.sgd(0.1))(X)
         for loss in (
@@ -250,7 +250,7 @@ def test_what_is_owed_comes_on_one_replica_too(tmp_path):
             lambda w, slopes: (w[None] * slopes).sum((1, 2)).mean(),
             np.zeros((12, 7), np.float32),
             optax.sgd(1.0),
-            wire=synk.train.PowerSGD(1),
+            wire=synk.contrib.PowerSGD(1),
         )
 
     with synk.simulate(2):
@@ -273,7 +273,7 @@ def test_what_is_owed_comes_on_one_replica_too(tmp_path):
 def test_shards_refuse_what_differed(tmp_path):
     """A checkpoint whose replicas differed makes no state that lies in shards; nothing is loaded."""
     with synk.simulate(3):
-        local = synk.train.local_steps(squares, W, optax.sgd(0.1, 0.9), every=2, optimizer_state=False)
+        local = synk.contrib.local_steps(squares, W, optax.sgd(0.1, 0.9), every=2, optimizer_state=False)
         local(X)
         local.finish()
         synk.save(tmp_path, local.variables, step=1)

@@ -49,7 +49,7 @@ def seen(variable):
     """The value of each replica, or the one that all share; keys as raw data."""
     try:
         values = [variable.value]
-    except synk.DivergedError:
+    except synk.errors.DivergedError:
         values = [variable.get_value(rank) for rank in range(synk.size())]
     leaves = [leaf for value in values for leaf in jax.tree.leaves(value)]
     return [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in leaves]
@@ -68,7 +68,7 @@ def test_dtypes(tmp_path, dtype):
         synk.broadcast(own, np.zeros(2, jnp.dtype(dtype)))
         assert synk.load(tmp_path, {"w": w, "own": own}) == (1, None)
         assert_same([seen(w), seen(own)], before)
-        with pytest.raises(synk.DivergedError, match="since what was saved updated it"):
+        with pytest.raises(synk.errors.DivergedError, match="since what was saved updated it"):
             own.value
 
 
@@ -114,7 +114,7 @@ def test_kinds_of_variables(four, tmp_path):
     synk.broadcast(fresh["own"], np.zeros(2, np.float32))
     assert synk.load(tmp_path, fresh) == (3, {"at": [1, 2.5, None, "x"]})
     assert_same({name: seen(v) for name, v in fresh.items()}, before)
-    assert synk.get_lengths(fresh["rows"]) == [3, 2, 2, 2]
+    assert synk.contrib.synkhronos.get_lengths(fresh["rows"]) == [3, 2, 2, 2]
     step = synk.function(lambda: fresh["rows"].value.sum(), name="step")
     assert float(step()) == sum(range(18))
 
@@ -156,7 +156,7 @@ def test_rows_of_other_numbers_of_replicas(tmp_path, was):
             synk.load(tmp_path / "held", {"held": held})
         synk.load(tmp_path / "whole", {"whole": whole})
         synk.scatter(held, whole.get_value())
-        assert synk.get_lengths(held) == [4, 4]
+        assert synk.contrib.synkhronos.get_lengths(held) == [4, 4]
         assert_same(synk.gather(held, nd_up=0), rows)
 
 
@@ -558,7 +558,7 @@ def test_damage_is_noticed_or_harmless(tmp_path, count):
             message = str(warned[0].message)
             assert re.search(r"step-00000002: (about.json|arrays.npz) (is|has|cannot|holds)", message)
             assert "Step 1 is loaded in its place." in message
-            with pytest.raises(synk.CheckpointError, match="step-00000002: "):
+            with pytest.raises(synk.errors.CheckpointError, match="step-00000002: "):
                 synk.load(tmp_path / "run", {"w": w, "key": key}, step=2)
             noticed += 1
     assert noticed > count / 2
@@ -572,7 +572,9 @@ def test_none_is_whole(tmp_path):
         synk.save(tmp_path, {"w": w}, step=step)
         (tmp_path / f"step-0000000{step}" / "arrays.npz").unlink()
     w.value = np.full(2, 9, np.int32)
-    with pytest.raises(synk.CheckpointError, match=r"no checkpoint .*step-00000004: arrays.npz is missing.*00003: arr"):
+    with pytest.raises(
+        synk.errors.CheckpointError, match=r"no checkpoint .*step-00000004: arrays.npz is missing.*00003: arr"
+    ):
         synk.load(tmp_path, {"w": w})
     assert w.value.tolist() == [9, 9] != before
 
@@ -816,7 +818,7 @@ def test_another_format(tmp_path):
     synk.save(tmp_path, {}, step=2)
     file = tmp_path / "step-00000002" / "about.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
-    with pytest.raises(synk.CheckpointError, match="has format 99, and this synk reads 2"):
+    with pytest.raises(synk.errors.CheckpointError, match="has format 99, and this synk reads 2"):
         synk.load(tmp_path, {})
 
 
@@ -862,7 +864,7 @@ def test_a_lost_variable_is_healed(tmp_path):
             step(-np.ones(8, np.float32))
         except Exception as error:
             assert "a negative row" in str(error)
-        with pytest.raises(synk.SharedLostError):
+        with pytest.raises(synk.errors.SharedLostError):
             synk.save(tmp_path, {"w": w}, step=2)
         assert synk.load(tmp_path, {"w": w}) == (1, None)
         step(np.ones(8, np.float32))

@@ -90,8 +90,8 @@ def test_scatter_and_gather(four, rows):
     """Rows are dealt out in order, sizes differing by at most one; gathered, they are as they were."""
     w, x = holding(rows), numbers(rows)
     want = np.array_split(x, 4)
-    assert synk.get_lengths(w) == [len(part) for part in want]
-    assert synk.get_shapes(w) == [part.shape for part in want]
+    assert synk.contrib.synkhronos.get_lengths(w) == [len(part) for part in want]
+    assert synk.contrib.synkhronos.get_shapes(w) == [part.shape for part in want]
     assert_close(values_of(w), want)
     assert_close(synk.gather(w, nd_up=0), x)
 
@@ -134,9 +134,9 @@ def test_trees_and_lists(four):
     v = holding(6)
     synk.scatter([w, v], [x, numbers(7)])
     assert_close(synk.gather([w, v], nd_up=0), [x, numbers(7)])
-    assert synk.get_lengths([w, v]) == [[3, 2, 2, 2], [2, 2, 2, 1]]
-    assert synk.get_shapes(w)[1] == {"x": (2, 2), "y": (2,)}
-    assert_close(synk.get_value(1, [w, v]), [{"x": x["x"][3:5], "y": x["y"][3:5]}, numbers(7)[2:4]])
+    assert synk.contrib.synkhronos.get_lengths([w, v]) == [[3, 2, 2, 2], [2, 2, 2, 1]]
+    assert synk.contrib.synkhronos.get_shapes(w)[1] == {"x": (2, 2), "y": (2,)}
+    assert_close(synk.contrib.synkhronos.get_value(1, [w, v]), [{"x": x["x"][3:5], "y": x["y"][3:5]}, numbers(7)[2:4]])
     synk.all_gather([w, v])
     assert_close([w.value, v.value], [x, numbers(7)])
 
@@ -213,8 +213,10 @@ def test_integer_means_need_another_place(four):
 SECOND_FAILS = {
     "broadcast": lambda a, b: synk.broadcast([a, b], [np.zeros(3, np.float32), np.zeros((2, 2), np.float32)]),
     "scatter": lambda a, b: synk.scatter([a, b], [np.zeros(9, np.float32), np.zeros((9, 2), np.float32)]),
-    "set_value": lambda a, b: synk.set_value(1, [a, b], [np.zeros(3, np.float32), np.zeros(3, np.int64)]),
-    "a batch": lambda a, b: synk.set_value(
+    "set_value": lambda a, b: synk.contrib.synkhronos.set_value(
+        1, [a, b], [np.zeros(3, np.float32), np.zeros(3, np.int64)]
+    ),
+    "a batch": lambda a, b: synk.contrib.synkhronos.set_value(
         1, [a, b], [np.zeros(5, np.float32), np.zeros(3, np.float32)], batch=[0, 1, 4]
     ),
     "all_reduce": lambda a, b: synk.all_reduce([a, b]),
@@ -248,11 +250,11 @@ def test_keys_do_not_reduce(four):
 def test_get_and_set_value(four):
     """By rank; the others keep theirs; a value may have another number of rows."""
     w = unequal()
-    synk.set_value(2, w, np.zeros(3, np.float32))
-    assert_close(synk.get_value(2, w), np.zeros(3))
-    assert_close(synk.get_value(1, w), VALUES[1])
-    synk.set_value(1, w, np.arange(5, dtype=np.float32), batch=slice(1, None))
-    assert synk.get_lengths(w) == [3, 4, 3, 3]
+    w.set_value(np.zeros(3, np.float32), rank=2)
+    assert_close(w.get_value(2), np.zeros(3))
+    assert_close(w.get_value(1), VALUES[1])
+    synk.contrib.synkhronos.set_value(1, w, np.arange(5, dtype=np.float32), batch=slice(1, None))
+    assert synk.contrib.synkhronos.get_lengths(w) == [3, 4, 3, 3]
     assert_close(values_of(w), [VALUES[0], np.arange(1.0, 5), np.zeros(3), VALUES[3]])
 
 
@@ -269,7 +271,7 @@ def test_set_value_of_a_rank_of_rows(four):
     w = holding(9)
     w.set_value(numbers(5), rank=3)
     want = [*np.array_split(numbers(9), 4)[:3], numbers(5)]
-    assert synk.get_lengths(w) == [3, 2, 2, 5]
+    assert synk.contrib.synkhronos.get_lengths(w) == [3, 2, 2, 5]
     assert_close(synk.gather(w, nd_up=0), np.concatenate(want))
 
 
@@ -316,7 +318,7 @@ def test_one_bit_is_found(four, dtype, one, other):
     w = synk.shared({"a": np.zeros(2), "b": jnp.full(50, one, dtype)}, name="w")
     for rank in (1, 3):
         w.set_value({"a": np.zeros(2), "b": jnp.full(50, one, dtype).at[rank].set(other)}, rank=rank)
-    with pytest.raises(synk.DivergedError, match=r"w\['b'\]: on ranks 1, 3 it differs from rank 0"):
+    with pytest.raises(synk.errors.DivergedError, match=r"w\['b'\]: on ranks 1, 3 it differs from rank 0"):
         synk.check_replicas(synk.shared(np.zeros(2)), w)
 
 
@@ -330,10 +332,10 @@ def test_what_is_large_is_compared_in_pieces(four, dtype):
         other = one.copy()
         other.flat[place] += 8192 * (1 + place)
         w.set_value(other, rank=1)
-        with pytest.raises(synk.DivergedError, match=r"w: on rank 1 it differs"):
+        with pytest.raises(synk.errors.DivergedError, match=r"w: on rank 1 it differs"):
             synk.check_replicas(w)
     w.set_value(np.concatenate([one[-1:], one[1:-1], one[:1]]), rank=1)
-    with pytest.raises(synk.DivergedError, match=r"w: on rank 1 it differs"):
+    with pytest.raises(synk.errors.DivergedError, match=r"w: on rank 1 it differs"):
         synk.check_replicas(w)
 
 
@@ -341,13 +343,13 @@ def test_order_is_found(four):
     """The same numbers in other places are others."""
     w = synk.shared(np.array([1, 2], np.float32), name="w")
     w.set_value(np.array([2, 1], np.float32), rank=2)
-    with pytest.raises(synk.DivergedError, match=r"w: on rank 2 it differs"):
+    with pytest.raises(synk.errors.DivergedError, match=r"w: on rank 2 it differs"):
         synk.check_replicas(w)
 
 
 def test_rows_are_no_equal_replicas(four):
     """A variable that holds rows differs by design."""
-    with pytest.raises(synk.DivergedError, match=r"held: its replicas hold different rows, \[3, 2, 2, 2\]"):
+    with pytest.raises(synk.errors.DivergedError, match=r"held: its replicas hold different rows, \[3, 2, 2, 2\]"):
         synk.check_replicas(holding(9, name="held"))
 
 
@@ -397,7 +399,7 @@ def test_communication_beside_the_rank_needs_equal_rows(four, call):
     f = synk.function(lambda x: call(x).sum() + jnp.float32(synk.rank()), name="meets")
     with pytest.raises(ValueError, match=r"meets: .* communicates inside.*\n?.*[Cc]ommunicate in then") as caught:
         f(np.ones(9, np.float32))
-    assert ("synk.pairs" in str(caught.value)) == (call is synk.all_gather)
+    assert ("synk.contrib.pairs" in str(caught.value)) == (call is synk.all_gather)
     assert 'engine="jit"' in str(caught.value)
 
 
@@ -448,7 +450,7 @@ def test_communication_needs_all_rows_at_once(four, inside):
 
 def test_synkhronos_spellings():
     """`fork` is init; what has nothing to do any more says so."""
-    with synk.fork(2) as group:
+    with synk.init(2) as group:
         assert group.size == 2
     with pytest.raises(AttributeError, match="Instead: nothing; functions and shared variables reach"):
         synk.distribute
@@ -467,8 +469,8 @@ def test_other_weights_take_the_same_program():
     with synk.simulate(2) as group:
         w, kept = synk.shared(np.float32([0, 0])), set[int]()
         for weights in ([1, 3], [2, 2], [5, 1]):
-            synk.set_value(0, w, np.float32([1, 2]))
-            synk.set_value(1, w, np.float32([3, 6]))
+            w.set_value(np.float32([1, 2]), rank=0)
+            w.set_value(np.float32([3, 6]), rank=1)
             synk.all_reduce(w, "mean", weights=weights)
             np.testing.assert_allclose(w.value, np.average([[1, 2], [3, 6]], axis=0, weights=weights), rtol=1e-6)
             kept.add(len(group._caches[run_collective]._kept))
@@ -498,7 +500,7 @@ ALL_OR_NONE = {
     "broadcast": lambda vs: synk.broadcast(vs, [np.ones((2, 2), np.float32), np.float32(1)]),
     "broadcast to few": lambda vs: synk.broadcast(vs, [np.ones((2, 2), np.float32), np.ones((1, 1), np.int32)]),
     "scatter": lambda vs: synk.scatter(vs, [numbers(9), np.ones(9, np.float32)]),
-    "set_value": lambda vs: synk.set_value(1, vs, [numbers(3), np.float32(1)]),
+    "set_value": lambda vs: vs.set_value([numbers(3), np.float32(1)], rank=1),
     "all_gather": lambda vs: synk.all_gather(vs),
     "all_reduce": lambda vs: synk.all_reduce(vs, "mean"),
     "reduce": lambda vs: synk.reduce(vs, "mean"),
@@ -509,11 +511,11 @@ ALL_OR_NONE = {
 def test_collectives_change_all_or_none(group, name):
     """Where the second variable's value is wrong, the first keeps its own."""
     good, bad = good_and_bad()
-    lengths = synk.get_lengths(good)
+    lengths = synk.contrib.synkhronos.get_lengths(good)
     with unchanged(good, bad):
         error = raised_by(lambda: ALL_OR_NONE[name]([good, bad]))
     assert isinstance(error, TypeError | ValueError) and "bad" in str(error)
-    assert synk.get_lengths(good) == lengths
+    assert synk.contrib.synkhronos.get_lengths(good) == lengths
 
 
 @pytest.mark.parametrize("op", ["max", "min"])

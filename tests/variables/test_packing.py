@@ -34,7 +34,7 @@ def apart(tree):
 
 
 def read(variables, of):
-    return jax.tree.map(of, variables, is_leaf=lambda leaf: isinstance(leaf, synk.Shared))
+    return jax.tree.map(of, variables, is_leaf=lambda leaf: isinstance(leaf, synk.typing.Shared))
 
 
 def stored(w):
@@ -48,7 +48,7 @@ def test_the_tree_is_seen(kind, n):
         w, leaves = synk.shared(mixed()), apart(mixed())
         for of in (lambda w: w.value, lambda w: w.get_value(n - 1), lambda w: w.get_value(0, borrow=True), synk.gather):
             assert_same(plain(of(w)), plain(read(leaves, of)))
-        assert synk.get_shapes(w) == [jax.tree.map(lambda leaf: leaf.shape, plain(w.value))] * n
+        assert synk.contrib.synkhronos.get_shapes(w) == [jax.tree.map(lambda leaf: leaf.shape, plain(w.value))] * n
 
 
 def test_which_leaves_share():
@@ -173,7 +173,7 @@ def test_training_is_the_same(kind, n, slices):
         return losses, get(params), get(state)
 
     def put_apart(variables, tree):
-        leaves = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, synk.Shared))
+        leaves = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, synk.typing.Shared))
         for variable, leaf in zip(leaves, jax.tree.leaves(tree), strict=True):
             variable.value = leaf
 
@@ -200,7 +200,7 @@ def test_updates_of_slices_and_collectives(kind, n):
         synk.all_reduce(w, "max")
         assert_same(w.value, {"sum": parts.max(), "most": np.full(2, parts.max(), np.float32)})
         w.set_value({"sum": np.float32(7), "most": np.zeros(2, np.float32)}, rank=1)
-        with pytest.raises(synk.DivergedError, match=r"w\['most'\]|\['most'\]"):
+        with pytest.raises(synk.errors.DivergedError, match=r"w\['most'\]|\['most'\]"):
             synk.check_replicas(w)
         synk.broadcast(w)
         assert float(w.value["sum"]) == parts.max()

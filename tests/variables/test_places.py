@@ -29,7 +29,7 @@ def test_a_variable_that_reads_one_that_differs(four, rows, slices):
     compiled = f.stats.compilations
     f(X[:rows], num_slices=slices)
     assert f.stats.compilations == compiled
-    with pytest.raises(synk.DivergedError):
+    with pytest.raises(synk.errors.DivergedError):
         v.value
 
 
@@ -105,7 +105,7 @@ def test_what_the_host_answers_may_differ(four):
         w.value = jax.experimental.io_callback(np.float32, jax.ShapeDtypeStruct((), np.float32), total)
 
     f(X[:8])
-    with pytest.raises(synk.DivergedError):
+    with pytest.raises(synk.errors.DivergedError):
         w.value
     synk.broadcast(w)
     assert float(w.value) == X[:8].sum()
@@ -132,7 +132,7 @@ def test_what_tells_ranks_apart_makes_a_variable_unequal(four, how):
         w.value = w.value + ways[how]()
 
     after(EIGHT)
-    with pytest.raises(synk.DivergedError):
+    with pytest.raises(synk.errors.DivergedError):
         w.value
 
 

@@ -186,7 +186,7 @@ def test_unequal_variables_do_not_read_as_one(four):
 
     local(np.arange(8, dtype=np.float32))
     with pytest.raises(
-        synk.DivergedError, match=r"w: .*since local.* in then.*synk.all_reduce\(w\).*w.get_value\(rank\)"
+        synk.errors.DivergedError, match=r"w: .*since local.* in then.*synk.all_reduce\(w\).*w.get_value\(rank\)"
     ):
         w.value
     synk.all_reduce(w)
@@ -214,7 +214,7 @@ def test_an_update_in_then_from_an_unequal_one_is_unequal(four):
     own.set_value(np.float32(5.0), rank=1)
     f = synk.function(lambda x: x.sum(), then=lambda s: setattr(total, "value", s + own.value))
     f(np.ones(4, np.float32))
-    with pytest.raises(synk.DivergedError, match="total: "):
+    with pytest.raises(synk.errors.DivergedError, match="total: "):
         total.value
     assert [float(total.get_value(rank)) for rank in range(4)] == [5, 9, 5, 5]
 
@@ -231,7 +231,7 @@ def test_rank_makes_unequal(four):
     w = synk.shared(np.int32(0), name="w")
     synk.function(lambda: setattr(w, "value", synk.rank()), reduce="first")()
     assert [int(w.get_value(rank)) for rank in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(synk.DivergedError, match="w: "):
+    with pytest.raises(synk.errors.DivergedError, match="w: "):
         w.value
 
 
@@ -277,7 +277,9 @@ def test_rows_are_updated_in_place(four, rows):
     double = synk.function(lambda: setattr(held, "value", held.value * 2), reduce="first")
     double(), double()
     np.testing.assert_array_equal(synk.gather(held, nd_up=0), 4 * x)
-    np.testing.assert_array_equal(synk.get_lengths(held), [len(part) for part in np.array_split(x, 4)])
+    np.testing.assert_array_equal(
+        synk.contrib.synkhronos.get_lengths(held), [len(part) for part in np.array_split(x, 4)]
+    )
 
 
 def test_rows_differ_from_the_inputs(four):
@@ -878,7 +880,7 @@ def test_a_callback_that_asks_for_a_variable_is_told():
     with synk.init(2):
         v, told = synk.shared(np.float32(2), name="v"), []
         asks = [
-            lambda: v.value, lambda: v.get_value(1), lambda: v.get_value(1, borrow=True), lambda: synk.get_lengths(v),
+            lambda: v.value, lambda: v.get_value(1), lambda: v.get_value(1, borrow=True), lambda: synk.contrib.synkhronos.get_lengths(v),
             lambda: setattr(v, "value", np.float32(0)), lambda: synk.broadcast(v),
         ]  # fmt: skip
 
@@ -975,7 +977,7 @@ def test_variables_are_made_outside_functions(group, way):
     call = {
         "check": f.check,
         "over": lambda x: f.over(x, batches=[2]),
-        "scan": lambda x: synk.scan(lambda a, b: reads(a), x),
+        "scan": lambda x: synk.contrib.scan(lambda a, b: reads(a), x),
     }
     with pytest.raises(synk.SynkError, match="makes the shared variable w inside"):
         call.get(way, f)(x)

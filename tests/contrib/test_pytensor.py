@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from . import harness
-from .helpers import slow
+from .. import harness
+from ..helpers import slow
 
 pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"')
 pytensor.config.floatX = "float32"
@@ -17,7 +17,7 @@ pytensor.config.floatX = "float32"
 import pytensor.tensor as pt  # noqa: E402
 
 import synk  # noqa: E402
-import synk.pytensor  # noqa: E402
+import synk.contrib.pytensor  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(101, 6)).astype(np.float32)
@@ -47,7 +47,7 @@ def perceptron():
 
 def step_of(made):
     inputs, cost, _, grads, updates = made
-    return synk.pytensor.function(
+    return synk.contrib.pytensor.function(
         inputs, cost, broadcast=inputs[-1:], updates=updates, combine=[(g, "mean") for g in grads], name="step"
     )
 
@@ -91,7 +91,7 @@ def test_devices_and_other_calls(trained):
         with pytest.raises(synk.SynkError, match="lives in Group"), synk.simulate(2):
             step(X, Y, 0.1)
         x = made[0][0]
-        norm = synk.pytensor.function([x], pt.tanh(x).sum(1).mean())
+        norm = synk.contrib.pytensor.function([x], pt.tanh(x).sum(1).mean())
         np.testing.assert_allclose(jax.jit(norm)(X), norm(X), rtol=1e-5)
         np.testing.assert_allclose(jax.grad(norm)(jnp.asarray(X)), (1 - np.tanh(X) ** 2) / len(X), atol=1e-6)
 
@@ -101,7 +101,7 @@ def test_an_op_that_is_left_out():
     x, i = pt.matrix("x"), pt.ivector("i")
     with synk.simulate(3):
         named = [(x * 2, "concat"), (x.sum(), "sum"), (x.mean(0), "mean"), (x.argmax(1), "concat"), (x[0, 0], "first")]
-        f = synk.pytensor.function([x], [x.mean(), *named])
+        f = synk.contrib.pytensor.function([x], [x.mean(), *named])
         mean, doubled, total, means, largest, first = f(X)
         np.testing.assert_allclose(mean, X.mean(), atol=1e-6)
         np.testing.assert_allclose(doubled, X * 2)
@@ -109,7 +109,7 @@ def test_an_op_that_is_left_out():
         np.testing.assert_allclose(means, X.mean(0), atol=1e-6)
         np.testing.assert_array_equal(largest, X.argmax(1))
         assert first == X[0, 0]
-        means = synk.pytensor.function([x], x.mean(0), combine=[(x.mean(0), "mean")])
+        means = synk.contrib.pytensor.function([x], x.mean(0), combine=[(x.mean(0), "mean")])
         np.testing.assert_allclose(means(X), X.mean(0), atol=1e-6)
     for inputs, expression, is_a in (
         ([x], x * 2, r"its output Mul, a Matrix\(float32, shape=\(\?, \?\)\), needs an op"),
@@ -117,9 +117,9 @@ def test_an_op_that_is_left_out():
         ([i], pt.eq(i, 2).sum(), r"a Scalar\(int64, shape=\(\)\), needs an op"),
     ):
         with pytest.raises(ValueError, match=is_a):
-            synk.pytensor.function(inputs, expression)
+            synk.contrib.pytensor.function(inputs, expression)
     with pytest.raises(ValueError, match=r'the op of .* is None; name one, e.g. "mean" or "sum"'):
-        synk.pytensor.function([x], (x.mean(), None))
+        synk.contrib.pytensor.function([x], (x.mean(), None))
 
 
 def test_what_may_not_follow():
@@ -127,25 +127,25 @@ def test_what_may_not_follow():
     x, s = pt.matrix("x"), pytensor.shared(np.float32(0), "s")
     total, mean = x.sum(), x.mean(0)
     with synk.simulate(3):
-        found = synk.pytensor.function([x], [(total, "sum"), (total * 2, "stack"), total * 2, x.mean()])(X)
+        found = synk.contrib.pytensor.function([x], [(total, "sum"), (total * 2, "stack"), total * 2, x.mean()])(X)
         np.testing.assert_allclose([found[0] * 2, found[1].sum()], [found[2]] * 2, rtol=1e-5)
         assert found[1].shape == (3,)
         for outputs in ([(total, "sum"), (total, "max")], [(total, "max"), (total, "sum")]):
-            synk.pytensor.function([x], outputs)(X)
+            synk.contrib.pytensor.function([x], outputs)(X)
             with pytest.raises(ValueError, match="the update of s depends on the rows of x by another way"):
-                synk.pytensor.function([x], outputs, updates=[(s, total)])
+                synk.contrib.pytensor.function([x], outputs, updates=[(s, total)])
         for follower in (x - mean, ((x - mean) ** 2).mean(0)):
             with pytest.raises(ValueError, match=r"depends on .* of all rows, and on rows beside"):
-                synk.pytensor.function([x], follower, combine=[(mean, "mean")])
+                synk.contrib.pytensor.function([x], follower, combine=[(mean, "mean")])
             with pytest.raises(ValueError, match="needs an op"):
-                synk.pytensor.function([x], [(mean, "mean"), follower])
+                synk.contrib.pytensor.function([x], [(mean, "mean"), follower])
         with pytest.raises(ValueError, match="follows from what combine names"):
-            synk.pytensor.function([x], [(pt.tanh(mean), "sum")], combine=[(mean, "mean")])
+            synk.contrib.pytensor.function([x], [(pt.tanh(mean), "sum")], combine=[(mean, "mean")])
         with pytest.raises(ValueError, match="the update of s depends on the rows of x by another way"):
-            synk.pytensor.function([x], [(total, "stack")], updates=[(s, total)])
+            synk.contrib.pytensor.function([x], [(total, "stack")], updates=[(s, total)])
         with pytest.raises(ValueError, match="the update of s depends on the rows of x by another way"):
-            synk.pytensor.function([x], total, updates=[(s, total)])
-        std = synk.pytensor.function([x], x.std(0), combine=[(x, "concat")])
+            synk.contrib.pytensor.function([x], total, updates=[(s, total)])
+        std = synk.contrib.pytensor.function([x], x.std(0), combine=[(x, "concat")])
         np.testing.assert_allclose(std(X), X.std(0), rtol=1e-5)
 
 
@@ -158,7 +158,7 @@ def test_counts_beside_gradients():
     updates = [(w, w - g), (count, count + y.shape[0].astype("int32"))]
     wanted = w.get_value() - pytensor.function([x, y], g, mode=MODE)(X, Y)
     with synk.simulate(3):
-        step = synk.pytensor.function([x, y], cost, updates=updates, combine=[(g, "mean"), (y.shape[0], "sum")])
+        step = synk.contrib.pytensor.function([x, y], cost, updates=updates, combine=[(g, "mean"), (y.shape[0], "sum")])
         step(X, Y)
         np.testing.assert_allclose(w.get_value(), wanted, atol=1e-6)
         step(X, Y, batch=10)
@@ -171,17 +171,19 @@ def test_what_follows_from_what_is_combined():
     mean = x.mean(0)
     spread = pt.sqrt(pt.mean(x**2, axis=0))
     with synk.simulate(3):
-        f = synk.pytensor.function([x], {"mean": (mean, "mean"), "norm": pt.sqrt((mean**2).sum()), "w": w.sum()})
+        f = synk.contrib.pytensor.function(
+            [x], {"mean": (mean, "mean"), "norm": pt.sqrt((mean**2).sum()), "w": w.sum()}
+        )
         found = f(X)
         assert list(found) == ["mean", "norm", "w"]
         np.testing.assert_allclose(found["norm"], np.sqrt((X.mean(0) ** 2).sum()), rtol=1e-5)
         np.testing.assert_allclose(found["w"], w.get_value().sum(), rtol=1e-6)
         square = pt.mean(x**2, axis=0)
-        f = synk.pytensor.function([x], [pt.sqrt(square), spread], combine=[(square, "mean")])
+        f = synk.contrib.pytensor.function([x], [pt.sqrt(square), spread], combine=[(square, "mean")])
         np.testing.assert_allclose(f(X), [np.sqrt((X**2).mean(0))] * 2, rtol=1e-5)
 
         cost = ((x @ w) ** 2).mean()
-        step = synk.pytensor.function(
+        step = synk.contrib.pytensor.function(
             [x], updates={w: w - np.float32(0.1) * pt.grad(cost, w)}, combine=[(pt.grad(cost, w), "mean")]
         )
         old = w.get_value()
@@ -202,11 +204,11 @@ def test_weighted_means():
             (total / count, [(weighted, "mean")]),
             (total / count, [(total, "sum"), (count, "sum")]),
         ):
-            f = synk.pytensor.function([x, mask], outputs, combine=combine)
+            f = synk.contrib.pytensor.function([x, mask], outputs, combine=combine)
             np.testing.assert_allclose(f(X, counts), wanted, atol=1e-6)
             f.check(X, counts, num_slices=2)
     with pytest.raises(ValueError, match='is for op "mean", and a scalar'):
-        synk.pytensor.function([x, mask], (weighted, "sum"))
+        synk.contrib.pytensor.function([x, mask], (weighted, "sum"))
 
 
 def test_updates_see_old_values_and_givens():
@@ -214,7 +216,7 @@ def test_updates_see_old_values_and_givens():
     a, b, count = variable("a", 3), variable("bb", 3), pytensor.shared(0, "count")
     old_a, old_b = a.get_value(), b.get_value()
     with synk.simulate(2):
-        swap = synk.pytensor.function([], [a, count], updates=[(a, b), (b, a), (count, count + 1)])
+        swap = synk.contrib.pytensor.function([], [a, count], updates=[(a, b), (b, a), (count, count + 1)])
         for i in range(3):
             before, counted = swap()
             assert counted == i
@@ -223,10 +225,10 @@ def test_updates_see_old_values_and_givens():
     assert count.get_value() == 3 and count.get_value().dtype == np.int64
     x, z = pt.matrix("x"), pt.matrix("z")
     with synk.simulate(2):
-        f = synk.pytensor.function([z], (x.sum(), "sum"), givens={x: z * np.float32(2)})
+        f = synk.contrib.pytensor.function([z], (x.sum(), "sum"), givens={x: z * np.float32(2)})
         np.testing.assert_allclose(f(X), 2 * X.sum(), rtol=1e-4)
         with pytest.raises(ValueError, match="givens replaces x, which is one of its inputs"):
-            synk.pytensor.function([x], x.mean(), givens=[(x, x * 2)])
+            synk.contrib.pytensor.function([x], x.mean(), givens=[(x, x * 2)])
 
 
 @pytest.mark.smoke
@@ -243,7 +245,7 @@ def test_a_scan_and_its_gradient():
     both = [cost, pt.grad(cost, w)]
     wanted = pytensor.function([x], both, mode=MODE)(X)
     with synk.simulate(3):
-        f = synk.pytensor.function([x], [(each, "mean") for each in both])
+        f = synk.contrib.pytensor.function([x], [(each, "mean") for each in both])
         for num_slices in (1, 2):
             np.testing.assert_allclose(f(X, num_slices=num_slices), wanted, atol=1e-5)
 
@@ -252,7 +254,7 @@ def test_more_rows_than_int8_counts():
     """`arange` of a constant number of rows (pytensor#2296)."""
     x = pt.vector("x")
     with synk.simulate(2):
-        f = synk.pytensor.function([x], (pt.arange(x.shape[0]).max(), "max"))
+        f = synk.contrib.pytensor.function([x], (pt.arange(x.shape[0]).max(), "max"))
         assert f(np.zeros(700, np.float32)) == 349
 
 
@@ -260,8 +262,8 @@ def test_rows_that_variables_hold():
     """Without inputs, an op says that replicas compute; rows are those that a variable holds."""
     s, w = variable("s", 1, 6), variable("w", 6, 2)
     with synk.simulate(3):
-        f = synk.pytensor.function([], ((s @ w).mean(0), "mean"))
-        synk.scatter(synk.pytensor.shared(s), X)
+        f = synk.contrib.pytensor.function([], ((s @ w).mean(0), "mean"))
+        synk.scatter(synk.contrib.pytensor.shared(s), X)
         np.testing.assert_allclose(f(), (X @ w.get_value()).mean(0), atol=1e-5)
 
 
@@ -272,7 +274,7 @@ def test_variables_are_pytensors_own():
         w = variable("w", 3)
         x = pt.vector("x")
         before = [pytensor.function([x], x * w, mode=mode) for mode in ("NUMBA", "JAX")]
-        f = synk.pytensor.function([], updates=[(w, w + 1)])
+        f = synk.contrib.pytensor.function([], updates=[(w, w + 1)])
         old = w.get_value()
         f()
         after = pytensor.function([x], x * w, updates=[(w, w * 2)])
@@ -304,7 +306,7 @@ def test_values_that_are_set_past_the_devices():
     with synk.simulate(2):
         w = variable("w", 3)
         reset = pytensor.function([], [], updates=[(w, pt.ones((3,), dtype="float32"))], mode="FAST_COMPILE")
-        f = synk.pytensor.function([], updates=[(w, w + 1)])
+        f = synk.contrib.pytensor.function([], updates=[(w, w + 1)])
         f()
         by_c = pytensor.function([], [], updates=[(w, pt.ones((3,), dtype="float32"))], mode="CVM")
         for function, what in ((reset, "was made before synk held it"), (by_c, "runs by PyTensor's C linker")):
@@ -314,7 +316,7 @@ def test_values_that_are_set_past_the_devices():
             with pytest.raises(ValueError, match="but its old one has"):
                 w.set_value(np.ones(4, np.float32))
             with pytest.raises(RuntimeError, match="set the value again"):
-                synk.pytensor.shared(w)
+                synk.contrib.pytensor.shared(w)
             w.set_value(ones)
             f()
             np.testing.assert_array_equal(w.get_value(), 2 * ones)
@@ -325,15 +327,15 @@ def test_a_function_that_is_refused_takes_nothing():
     x, w = pt.matrix("x"), variable("w", 6)
     before = pytensor.function([x], x @ w, mode=MODE)
     with pytest.raises(ValueError, match='did you mean "mean"'):
-        synk.pytensor.function([x], ((x @ w).mean(), "men"))
+        synk.contrib.pytensor.function([x], ((x @ w).mean(), "men"))
     assert before(X).shape == (101,)
 
 
 def test_checkpoints(tmp_path):
-    """`synk.pytensor.shared` is what `synk.save` and `synk.load` take."""
+    """`synk.contrib.pytensor.shared` is what `synk.save` and `synk.load` take."""
     w = variable("w", 3)
-    held = synk.pytensor.shared(w)
-    assert synk.pytensor.shared(w) is held and repr(held) == "Shared(w: float32[3])"
+    held = synk.contrib.pytensor.shared(w)
+    assert synk.contrib.pytensor.shared(w) is held and repr(held) == "Shared(w: float32[3])"
     old = w.get_value()
     synk.save(tmp_path, {"w": held}, step=1)
     w.set_value(np.zeros(3, np.float32))
@@ -344,13 +346,13 @@ def test_checkpoints(tmp_path):
 def test_a_lost_value_is_set_again():
     """`set_value` asks nothing of the old value."""
     w = variable("w", 3)
-    held = synk.pytensor.shared(w)
-    f = synk.pytensor.function([], updates=[(w, w + 1)])
+    held = synk.contrib.pytensor.shared(w)
+    f = synk.contrib.pytensor.function([], updates=[(w, w + 1)])
     with synk.init(2):
         f()
         for leaf in held._state.leaves:
             leaf.delete()
-        with pytest.raises((synk.SharedLostError, RuntimeError)):
+        with pytest.raises((synk.errors.SharedLostError, RuntimeError)):
             w.get_value()
         w.set_value(np.ones(3, np.float32))
         f()
@@ -385,14 +387,14 @@ squares = ((x - m) ** 2).mean()
 def test_what_is_refused(arguments, options, message):
     """When the function is built, before anything runs."""
     with pytest.raises((TypeError, ValueError), match=message):
-        synk.pytensor.function(*arguments, **options)
+        synk.contrib.pytensor.function(*arguments, **options)
 
 
 def test_values_that_do_not_fit():
     """Other axes, lengths and dtypes than the graph's raise, and change nothing."""
     x, i, fixed = pt.matrix("x"), pt.ivector("i"), pt.tensor("fixed", shape=(None, 6), dtype="float32")
     count = pytensor.shared(np.float32(0), "count")
-    f = synk.pytensor.function([x, i], updates=[(count, count + 1)], combine=[(x.sum() + i.sum(), "sum")])
+    f = synk.contrib.pytensor.function([x, i], updates=[(count, count + 1)], combine=[(x.sum() + i.sum(), "sum")])
     f(X, Y)
     with pytest.raises(ValueError, match=r"its input x has shape \(\d+,\) on a replica; expected \(any, any\)"):
         f(Y.astype(np.float32), Y)
@@ -401,19 +403,19 @@ def test_values_that_do_not_fit():
     f(X.astype(np.float16), Y.astype(np.int8))
     assert count.get_value() == 2
     with pytest.raises(ValueError, match=r"expected \(any, 6\)"):
-        synk.pytensor.function([fixed], fixed.mean())(X[:, :5])
+        synk.contrib.pytensor.function([fixed], fixed.mean())(X[:, :5])
     with pytest.raises(ValueError, match=r"wide: it is of float64, but JAX has 64 bits switched off"):
-        synk.pytensor.shared(pytensor.shared(np.zeros(3), "wide"))
+        synk.contrib.pytensor.shared(pytensor.shared(np.zeros(3), "wide"))
     with pytest.raises(ValueError, match="is of int64, but JAX has 64 bits switched off"):
-        synk.pytensor.shared(pytensor.shared(2**40, "wide"))
+        synk.contrib.pytensor.shared(pytensor.shared(2**40, "wide"))
     with pytest.raises(TypeError, match="is no shared variable of PyTensor's"):
-        synk.pytensor.shared(count.get_value())
+        synk.contrib.pytensor.shared(count.get_value())
 
 
 def test_names_that_python_or_synk_has():
     """Inputs without a name, of one name, or of an option's, go by position."""
     inputs = [pt.vector(), pt.vector("batch"), pt.vector("x"), pt.vector("x"), pt.vector("lambda")]
-    f = synk.pytensor.function(inputs, (sum(v.sum() * i for i, v in enumerate(inputs)), "sum"))
+    f = synk.contrib.pytensor.function(inputs, (sum(v.sum() * i for i, v in enumerate(inputs)), "sum"))
     rows = np.ones(5, np.float32)
     assert f(rows, rows, rows, rows, rows) == 50
     assert f(rows, rows, rows, rows, rows, batch=2) == 20
@@ -423,18 +425,18 @@ def test_names_that_python_or_synk_has():
 def test_graphs_of_64_bits():
     """Importing the module switches JAX to 64 bits where PyTensor's own numbers have them, its default."""
     program = """
-import numpy as np, pytensor, pytensor.tensor as pt, synk, synk.pytensor
+import numpy as np, pytensor, pytensor.tensor as pt, synk, synk.contrib.pytensor
 import jax; assert jax.config.jax_enable_x64
 x, y, w = pt.vector("x"), pt.vector("y"), pytensor.shared(0.0, "w")
 cost = ((w * x - y) ** 2).mean()
 small = pt.fvector("small")
 g = pt.grad(cost, w)
 synk.init(3)
-step = synk.pytensor.function([x, y], cost, updates=[(w, w - 0.01 * g)], combine=[(g, "mean")])
+step = synk.contrib.pytensor.function([x, y], cost, updates=[(w, w - 0.01 * g)], combine=[(g, "mean")])
 rows = np.arange(7.0)
 for _ in range(200): found = step(rows, 3 * rows)
 assert found.dtype == np.float64 and abs(w.get_value() - 3) < 1e-14, w.get_value()
-f = synk.pytensor.function([small], [(small * 2, "concat"), small.mean()])
+f = synk.contrib.pytensor.function([small], [(small * 2, "concat"), small.mean()])
 assert [v.dtype for v in f(np.ones(5, np.float32))] == [np.float32] * 2
 """
     done = harness.python("-c", program, JAX_NUM_CPU_DEVICES="3", PYTENSOR_FLAGS="")

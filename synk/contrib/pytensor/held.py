@@ -10,7 +10,7 @@ from pytensor.tensor.type import TensorType
 
 import synk
 
-from .._base.errors import public_api, shown
+from ..._base.errors import public_api, shown
 
 
 class _HeldElsewhere:
@@ -18,15 +18,15 @@ class _HeldElsewhere:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
-            "synk holds a shared variable of this function since a function of synk.pytensor was made. Make PyTensor's "
-            "own functions after that one."
+            "synk holds a shared variable of this function since a function of synk.contrib.pytensor was made. Make "
+            "PyTensor's own functions after that one."
         )
 
 
 class _Storage(list):
     """The list of one element in which PyTensor keeps a value; reads and assigns a shared variable of synk instead."""
 
-    def __init__(self, held: synk.Shared, dtype: str, before: list[Any]) -> None:
+    def __init__(self, held: synk.typing.Shared, dtype: str, before: list[Any]) -> None:
         super().__init__([_HeldElsewhere()])
         self.held = held
         self._dtype = dtype
@@ -51,7 +51,7 @@ class _Storage(list):
             if not isinstance(list.__getitem__(cells, 0), _HeldElsewhere):
                 raise RuntimeError(
                     f"{self.held.name}: a function that {made} has set it, which synk does not see. Make it after "
-                    f"those of synk.pytensor, in mode NUMBA, JAX or FAST_COMPILE, and set the value again."
+                    f"those of synk.contrib.pytensor, in mode NUMBA, JAX or FAST_COMPILE, and set the value again."
                 )
 
 
@@ -65,33 +65,33 @@ class _Container(Container):
 
 
 @public_api
-def shared(variable: SharedVariable) -> synk.Shared:
+def shared(variable: SharedVariable) -> synk.typing.Shared:
     """Return the synk variable that holds the value of a PyTensor variable, for checkpoints and collectives.
 
-    From the first call on, the value lies on every device, as it does once `synk.pytensor.function` has taken the
-    variable. `get_value`, `set_value`, pickles, and functions that PyTensor compiles afterwards see it there, in modes
-    NUMBA (PyTensor's default), JAX and FAST_COMPILE, but not by its C linkers. Functions that PyTensor compiled before
-    raise; where one only sets the variable, the next read of the variable raises.
+    From the first call on, the value lies on every device, as it does once `synk.contrib.pytensor.function` has taken
+    the variable. `get_value`, `set_value`, pickles, and functions that PyTensor compiles afterwards see it there, in
+    modes NUMBA (PyTensor's default), JAX and FAST_COMPILE, but not by its C linkers. Functions that PyTensor compiled
+    before raise; where one only sets the variable, the next read of the variable raises.
 
     Args:
       variable: made by `pytensor.shared`; holds an array of numbers.
 
     Returns:
-      A `synk.Shared` of the variable's shape and dtype, with 32 bits where JAX has 64 switched off.
+      A `synk.typing.Shared` of the variable's shape and dtype, with 32 bits where JAX has 64 switched off.
 
     Raises:
       TypeError: the argument is no shared variable of PyTensor, or holds no array.
       ValueError: its numbers need 64 bits, which JAX has switched off.
 
     Example:
-      >>> import numpy as np, pytensor, synk.pytensor
+      >>> import numpy as np, pytensor, synk.contrib.pytensor
       >>> w = pytensor.shared(np.arange(3, dtype="float32"), "w")
-      >>> synk.pytensor.shared(w)
+      >>> synk.contrib.pytensor.shared(w)
       Shared(w: float32[3])
     """
     if not isinstance(variable, SharedVariable):
         raise TypeError(
-            f"synk.pytensor.shared: {shown(variable)} is no shared variable of PyTensor's (pytensor.shared)."
+            f"synk.contrib.pytensor.shared: {shown(variable)} is no shared variable of PyTensor's (pytensor.shared)."
         )
     container = variable.container
     if isinstance(container.storage, _Storage):

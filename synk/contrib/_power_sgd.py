@@ -4,18 +4,18 @@ Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression f
 (https://arxiv.org/abs/1905.13727), algorithm 1. Here it adds up, since the parts are weighted already.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import synk
+
 from .._base.errors import checked_integer
-from .._base.pytree import PyTree
-from .._reductions.collectives import all_sum
-from .._runtime.axis import replica_axis
-from .._variables.variable import Shared, shared
 
 # A column of length 1 of which less than this is left, in float32, is rounding.
 _NEGLIGIBLE = 1e-6
@@ -23,7 +23,7 @@ _NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """A value of `wire=`: gradients travel as the two thin factors of a matrix of low rank.
+    """A value of `wire=` of `synk.train.step`: gradients travel as the two thin factors of a matrix of low rank.
 
     Each training step makes one step of subspace iteration from the last factors. What the factors leave out stays on
     each replica and is added to its next gradient (error feedback), in a shared variable that is saved with the step.
@@ -34,12 +34,12 @@ class PowerSGD:
       rank: the number of columns of the factors, >= 1.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
+      >>> import jax.numpy as jnp, numpy as np, optax, synk.contrib, synk.train
       >>> x = np.random.default_rng(0).normal(size=(90, 20)).astype(np.float32)
       >>> def loss(w, x):
       ...     return jnp.mean((x @ w - x[:, :10]) ** 2)
       >>> with synk.simulate(3):
-      ...     wire = synk.train.PowerSGD(rank=2)
+      ...     wire = synk.contrib.PowerSGD(rank=2)
       ...     step = synk.train.step(loss, np.zeros((20, 10), np.float32), optax.sgd(0.5), wire=wire)
       ...     losses = [float(step(x)) for _ in range(40)]
       ...     losses[-1] < losses[0] / 2
@@ -49,68 +49,67 @@ class PowerSGD:
     rank: int = 2
 
     def __post_init__(self) -> None:
-        checked_integer(self.rank, "synk.train.PowerSGD: rank", 1)
+        checked_integer(self.rank, "synk.contrib.PowerSGD: rank", 1)
 
+    def variables(self, params: Any) -> tuple[dict[str, synk.typing.Shared], dict[str, synk.typing.Shared]]:
+        """Make the variables of a step, by name.
 
-class LowRankSum:
-    """Sums over the replicas of gradients that travel as thin factors.
+        Args:
+          params: the tree of the parameters, of `jax.ShapeDtypeStruct`s.
 
-    Attributes:
-      matrices: the shape as a matrix of each leaf that travels as factors, by the number of the leaf.
-      feedback: a shared variable: for each matrix what was left out so far, times the number of replicas, so that the
-        average over replicas means the same for any number of replicas.
-      basis: a shared variable: the right factors of the last sums, equal on all replicas.
-    """
-
-    def __init__(self, wire: PowerSGD, params: Shared) -> None:
-        self._shapes = params._spec.shapes
-        shapes = {i: _matrix_shape(shape, wire.rank) for i, shape in enumerate(self._shapes)}
-        self.matrices = {i: shape for i, shape in shapes.items() if shape is not None}
+        Returns:
+          A variable that all replicas share: "basis", the right factors of the last sums. And one in which each replica
+          keeps its own: "feedback", what each matrix left out so far, times the number of replicas, so that the average
+          over replicas means the same for any number of replicas.
+        """
+        matrices = _matrices(jax.tree.leaves(params), self.rank).values()
         rng = np.random.default_rng(0)
-        basis = [rng.normal(size=(columns, wire.rank)).astype(np.float32) for _, columns in self.matrices.values()]
-        left_out = [np.zeros(matrix, np.float32) for matrix in self.matrices.values()]
-        self.basis, self.feedback = shared(basis, "basis"), shared(left_out, "feedback")
-        self.feedback._may_differ = True
+        basis = [rng.normal(size=(columns, self.rank)).astype(np.float32) for _, columns in matrices]
+        left_out = [np.zeros(matrix, np.float32) for matrix in matrices]
+        return {"basis": synk.shared(basis, "basis")}, {"feedback": synk.shared(left_out, "feedback")}
 
-    def sum(self, parts: PyTree) -> PyTree:
+    def sum(self, parts: Any, variables: Mapping[str, synk.typing.Shared]) -> Any:
         """Add up the replicas' parts of a gradient, inside `then`, and update both variables."""
+        basis, feedback = variables["basis"], variables["feedback"]
         leaves, treedef = jax.tree.flatten(parts)
-        size, before = lax.psum(1, replica_axis()), self.feedback.value
-        pairs = zip(self.matrices.items(), before, strict=True)
+        shapes, size, before = _matrices(leaves, self.rank), synk.size(), feedback.value
+        pairs = zip(shapes.items(), before, strict=True)
         matrices = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
-        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in self.matrices}
+        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in shapes}
         if size == 1:
             # A single replica's gradient travels nowhere. It only takes what was left out before, on several replicas.
             sums, left_out = matrices, [*map(jnp.zeros_like, matrices)]
             are_fine = [*map(_is_finite, matrices)]
         else:
-            bases = [*map(_of_length_1, self.basis.value)]
-            summed = all_sum([*map(_product, matrices, bases), *whole.values()])
+            bases = [*map(_of_length_1, basis.value)]
+            summed = synk.all_reduce([*map(_product, matrices, bases), *whole.values()], "sum")
             whole = dict(zip(whole, summed[len(matrices) :], strict=True))
             left = [*map(_orthonormal, summed[: len(matrices)])]
             right = [_product(matrix.T, factor) for matrix, factor in zip(matrices, left, strict=True)]
-            whole_right = all_sum(right)
+            whole_right = synk.all_reduce(right, "sum")
             sums = [_product(a, b.T) for a, b in zip(left, whole_right, strict=True)]
             left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(matrices, left, right, strict=True)]
             are_fine = [_is_finite(*factors) for factors in zip(summed, whole_right, strict=False)]
             # A column of zeros would stay zero in all steps that follow, so the old column takes its place.
-            self.basis.value = [
+            basis.value = [
                 jnp.where(is_fine & jnp.any(new != 0, axis=0), new, old)
                 for is_fine, new, old in zip(are_fine, whole_right, bases, strict=True)
             ]
         # Numbers that are not finite go to the optimizer, which may skip them, and not into the steps that follow.
-        self.feedback.value = [*map(jnp.where, are_fine, left_out, before)]
-        whole |= zip(self.matrices, sums, strict=True)
-        # Unreduced gradients come in their accumulation dtype.
-        return treedef.unflatten([whole[i].reshape(s.shape).astype(s.dtype) for i, s in enumerate(self._shapes)])
+        feedback.value = [*map(jnp.where, are_fine, left_out, before)]
+        whole |= zip(shapes, sums, strict=True)
+        return treedef.unflatten([whole[i].reshape(leaf.shape) for i, leaf in enumerate(leaves)])
 
 
-def _matrix_shape(shape: jax.ShapeDtypeStruct, rank: int) -> tuple[int, int] | None:
-    """Return the shape of a leaf as a matrix, None if thin factors have no fewer numbers than the leaf."""
-    if len(shape.shape) < 2 or not jnp.issubdtype(shape.dtype, jnp.floating):
-        return None
-    matrix = shape.size // max(shape.shape[-1], 1), shape.shape[-1]
-    return matrix if rank * sum(matrix) < shape.size else None
+def _matrices(leaves: Sequence[Any], rank: int) -> dict[int, tuple[int, int]]:
+    """Return the shape as a matrix of each leaf whose thin factors have fewer numbers, by the number of the leaf."""
+    shapes: dict[int, tuple[int, int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
+            matrix = leaf.size // max(leaf.shape[-1], 1), leaf.shape[-1]
+            if rank * sum(matrix) < leaf.size:
+                shapes[i] = matrix
+    return shapes
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import Monoid, Weighted
+from .. import group as current_group
 from .._base.errors import public_api
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree
-from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole
-from .._reductions.reduction import ELEMENTWISE, ElementwiseOp, Reduction, Weighted, fold, reduction_of, result_dtype
+from .._reductions.reduction import ELEMENTWISE, ElementwiseOp, Reduction, fold, reduction_of, result_dtype
 from .._runtime.axis import replica_axis
-from .._runtime.group import current_group
-from .skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
+from ._skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
 
 
 @public_api
@@ -35,10 +35,10 @@ def pairs(
 
     Args:
       fn: a function of one row of `x` and one of `y`, both without axis 0.
-      x: a pytree of arrays that share their rows, as for `synk.scan`.
+      x: a pytree of arrays that share their rows, as for `synk.contrib.scan`.
       y: another tree, of any number of rows; None for `x` itself.
       reduce: how pairs combine: "sum", "mean", "max", "min", "prod", "any" or "all"; "concat" keeps all on axis 1.
-      outputs: "concat" for arrays that lie on every replica; "scatter" for `synk.Data` whose rows stay in place.
+      outputs: "concat" for arrays that lie on every replica; "scatter" for `synk.typing.Data` whose rows stay in place.
 
     Returns:
       The combined results of `fn`, with the rows of `x` on axis 0.
@@ -47,13 +47,14 @@ def pairs(
       TypeError, ValueError: arrays differ in rows or have none, or `reduce` is no such op.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np, synk
-      >>> synk.pairs(lambda a, b: jnp.abs(a - b), np.array([1.0, 2.0, 5.0]), reduce="max").tolist()
+      >>> import jax.numpy as jnp, numpy as np, synk.contrib
+      >>> synk.contrib.pairs(lambda a, b: jnp.abs(a - b), np.array([1.0, 2.0, 5.0]), reduce="max").tolist()
       [4.0, 3.0, 4.0]
-      >>> synk.pairs(jnp.multiply, np.arange(3), np.arange(1, 3), reduce="concat").tolist()
+      >>> synk.contrib.pairs(jnp.multiply, np.arange(3), np.arange(1, 3), reduce="concat").tolist()
       [[0, 0], [1, 2], [2, 4]]
     """
-    name, group, reduction = f"synk.pairs({getattr(fn, '__name__', 'fn')})", current_group(), reduction_of(reduce, "")
+    name, group = f"synk.contrib.pairs({getattr(fn, '__name__', 'fn')})", current_group()
+    reduction = reduction_of(reduce, "")
     group._refuse_if_absent(name)
     if reduction.name not in (*ELEMENTWISE, "concat"):
         raise ValueError(f"{name}: reduce is {reduce!r}; use one of {', '.join(ELEMENTWISE)}, or concat.")

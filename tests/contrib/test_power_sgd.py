@@ -43,7 +43,7 @@ def masked_loss(params, x, y):
 
 
 def made(loss=mean_loss, optimizer=None, start=START, **options):
-    return synk.train.step(loss, start, optimizer or optax.sgd(0.1), wire=synk.train.PowerSGD(RANK), **options)
+    return synk.train.step(loss, start, optimizer or optax.sgd(0.1), wire=synk.contrib.PowerSGD(RANK), **options)
 
 
 def orthonormal(columns):
@@ -123,7 +123,7 @@ def test_nothing_is_lost(four):
     coefficients = RANDOM.normal(size=(44, 12, 7)).astype(np.float32)
     step = synk.train.step(
         lambda w, c: (w * c).sum((1, 2)).mean(), np.zeros((12, 7), np.float32), optax.sgd(1.0),
-        wire=synk.train.PowerSGD(1),
+        wire=synk.contrib.PowerSGD(1),
     )  # fmt: skip
     for i in range(7):
         step(coefficients, batch=slice(i, 30))
@@ -136,7 +136,7 @@ def test_gradients_that_vanish_and_come_back(four):
     """A step without any gradient does not end the search for directions."""
     step = synk.train.step(
         lambda w, x: (x.mean(1)[:, None, None] * w).mean(), np.zeros((12, 7), np.float32), optax.sgd(1.0),
-        wire=synk.train.PowerSGD(2),
+        wire=synk.contrib.PowerSGD(2),
     )  # fmt: skip
     step(X * 0)
     step(X * 0 + 1e-25)
@@ -164,7 +164,7 @@ def test_a_huge_gradient_ends_nothing(four):
     """Its squares are no numbers of float32."""
     step = synk.train.step(
         lambda w, x: (x.mean(1)[:, None, None] * w).mean(), np.zeros((12, 7), np.float32), optax.sign_sgd(0.1),
-        wire=synk.train.PowerSGD(2),
+        wire=synk.contrib.PowerSGD(2),
     )  # fmt: skip
     step(X * 0 + 1e24)
     np.testing.assert_allclose(step.params.value, np.full((12, 7), -0.1), rtol=1e-5)
@@ -240,7 +240,7 @@ def test_what_travels():
         return jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
     with group_of("devices", 4):
-        step = synk.train.step(loss, start, optax.sgd(0.1), wire=synk.train.PowerSGD(2))
+        step = synk.train.step(loss, start, optax.sgd(0.1), wire=synk.contrib.PowerSGD(2))
         explained = step.explain(X)
         sent = sum(c.operand_bytes for program in explained.programs for c in program.collectives)
         assert 4 * (2 * 412 + 400) <= sent <= 4 * (2 * 412 + 400 + 2)
@@ -249,10 +249,10 @@ def test_what_travels():
 def test_bad_ranks():
     """An error says what is asked for."""
     for rank in (0, -1, 1.5, True, "2"):
-        with pytest.raises((TypeError, ValueError), match=r"synk.train.PowerSGD: rank is .*; give an integer >= 1"):
-            synk.train.PowerSGD(rank)
+        with pytest.raises((TypeError, ValueError), match=r"synk.contrib.PowerSGD: rank is .*; give an integer >= 1"):
+            synk.contrib.PowerSGD(rank)
     with pytest.raises(TypeError, match="wire"):
-        synk.function(lambda x: x.sum(), wire=synk.train.PowerSGD())
+        synk.function(lambda x: x.sum(), wire=synk.contrib.PowerSGD())
     with pytest.raises(ValueError, match=r"PowerSGD.*blocks=4"):
         made(blocks=4)
     with pytest.raises(ValueError, match=r"wire='int8' works on each replica's sums.*blocks=4"):
@@ -269,7 +269,7 @@ def test_an_optimizer_that_skips(four, value):
     bad[3, 2] = value
     step = synk.train.step(
         lambda w, x, y: ((x @ w - y) ** 2).mean(), np.zeros((20, 10), np.float32),
-        optax.apply_if_finite(optax.sgd(0.5), 3), wire=synk.train.PowerSGD(2),
+        optax.apply_if_finite(optax.sgd(0.5), 3), wire=synk.contrib.PowerSGD(2),
     )  # fmt: skip
     step(x, y)
     before = [np.asarray(leaf) for leaf in (step.params.value, *step.variables["feedback"].get_value(1))]

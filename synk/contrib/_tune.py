@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
-from .._base.errors import DisagreementError, LawError, PeerError
+from .._base.errors import public_api
 from .._base.units import seconds_text
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, execute_calls
@@ -23,12 +23,86 @@ from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
 from .._check.serial import Runner
 from .._explain.explain import Rehearsal, copied_states, rehearse
-from .._function.function import Function
+from .._reductions.wire import WireName
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import translate_peer_errors
+from ..errors import DisagreementError, LawError, PeerError
+from ..train import Step
+from ..train.model import checked_number
+from ..typing import Function
 
 # Rounds in which two settings take turns.
 _FEWEST, _MOST = 5, 40
+
+
+@public_api
+def tune(
+    step: Step,
+    /,
+    *args: Any,
+    seconds: float = 60,
+    wires: WireName | Sequence[WireName] = (),
+    batch: Any = None,
+    batch_s: Any = None,
+    num_slices: int | Literal["auto"] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Find the options of `step.with_options` that make a step over such rows fastest on the devices that are here.
+
+    It tries one setting after the other against the best so far, prints what it finds, and changes nothing: no
+    step is kept, and neither Ctrl-C nor an error leaves a trace in the variables or `stats`. Slices are tried
+    everywhere, except with `blocks`, where they change nothing. On several GPUs also: how many bytes of gradients
+    XLA packs into one all-reduce, the barrier before the update, and XLA's latency hiding scheduler. At last it
+    times steps that loops with `per_launch` run in a row, which is not among the options.
+
+    Steps are awaited one by one, and the two settings take turns; other threads may make calls in between, which
+    then disturb the times. The table shows the median, over the rounds, of a setting's time relative to the best's,
+    and its margin: three times the distance of the quartiles, divided by the root of the number of rounds. A
+    setting wins if the median is below 1 by more than that, and by at least 1 %; otherwise the best so far stays.
+    What does not compile, does not fit into memory or gives another answer to more than rounding (see `check`) is
+    listed and not chosen.
+
+    Args:
+      step: a step of `synk.train.step`.
+      *args, **kwargs: the rows, as in a call: as many, and from the same place, as in training.
+      seconds: about how long all may take, compiling included. What is under way then is not cut short.
+      wires: wires to try too. They round gradients, so the answer differs by that; by default none is tried.
+      batch, batch_s: as in a call.
+      num_slices: as in a call; the number stays as it is then. By default numbers are tried.
+
+    Returns:
+      Options for `with_options`, without those that stay as they are. In a group of several processes all make
+      this call, and all get the same.
+
+    Raises:
+      MemoryError: the step as it is, beside a copy of its variables, does not fit into memory.
+
+    Other errors are those of a call.
+
+    Example:
+      >>> import numpy as np, optax, synk.contrib, synk.train
+      >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.25))
+      >>> options = synk.contrib.tune(step, np.ones(8), seconds=0.1)  # doctest: +ELLIPSIS
+      tuning <lambda>: ...
+      >>> fast = step.with_options(**options)
+      >>> print(fast(np.ones(8)), step.stats.calls)
+      1.0 0
+    """
+    name, wanted = f"synk.contrib.tune({step.function.name}): seconds", "give how long it may take, a finite number > 0"
+    seconds = checked_number(seconds, name, wanted, lambda seconds: 0 < seconds < float("inf"))
+    wires = (wires,) if isinstance(wires, str) else tuple(wires)
+    for wire in wires:
+        step.with_options(wire=wire)
+    slices = step._options.num_slices or 1 if num_slices is None else num_slices
+    call = CallOptions(batch, batch_s, slices)
+    bound = step.function._bind(args, kwargs, call, "tune")
+    # With blocks a program is the same for any slices.
+    is_free = num_slices is None and slices != "auto" and step.function._spec.blocks is None
+
+    def build(**settings: Any) -> Function:
+        return step.with_options(**settings).function
+
+    return Tuner(step.function, build, (bound, call), seconds).search((1, 2, 4) if is_free else (), wires)
 
 
 class _Trial(NamedTuple):
@@ -86,7 +160,7 @@ class Tuner:
         seconds: float,
     ) -> None:
         """Run the call as it is; `build` makes the function with other settings."""
-        self._build, self._deadline, self._name = build, perf_counter() + seconds, f"{function.name}.tune"
+        self._build, self._deadline, self._name = build, perf_counter() + seconds, f"synk.contrib.tune({function.name})"
         # Another function counts what is tried. It shares the step's plans, so what is compiled here serves later.
         site = build()._site("tune")._replace(plans=function._plans)
         self._group = site.group

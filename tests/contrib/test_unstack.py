@@ -22,10 +22,11 @@ def state(stack):
 
 def test_a_state_on_the_host():
     """One entry of each leaf, of its own dtype; keys stay keys."""
-    assert_same(synk.unstack(state(lambda leaf: np.stack([leaf] * 4))), state(lambda leaf: leaf))
+    assert_same(synk.contrib.unstack(state(lambda leaf: np.stack([leaf] * 4))), state(lambda leaf: leaf))
     keys = jnp.stack([jax.random.key(3)] * 2)
     assert_same(
-        jax.random.key_data(synk.unstack({"key": keys})["key"]), np.asarray(jax.random.key_data(jax.random.key(3)))
+        jax.random.key_data(synk.contrib.unstack({"key": keys})["key"]),
+        np.asarray(jax.random.key_data(jax.random.key(3))),
     )
 
 
@@ -35,14 +36,14 @@ def test_a_state_of_pmap():
     stacked = jax.pmap(
         lambda i: state(lambda leaf: jnp.asarray(leaf) + 0 * i.astype(leaf.dtype)), devices=jax.devices()[:4]
     )(jnp.arange(4))
-    plain = synk.unstack(stacked)
+    plain = synk.contrib.unstack(stacked)
     assert_same(plain, state(lambda leaf: leaf))
     with synk.init(2):
         assert_same(synk.shared(plain).value, state(lambda leaf: leaf))
     differing = jax.pmap(lambda i: {"w": jnp.zeros(3), "i": i}, devices=jax.devices()[:4])(jnp.arange(4))
     with pytest.raises(ValueError, match=r"entries of leaf\['i'\] differ"):
-        synk.unstack(differing)
-    assert int(synk.unstack(differing, check=False)["i"]) == 0
+        synk.contrib.unstack(differing)
+    assert int(synk.contrib.unstack(differing, check=False)["i"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,9 @@ def test_a_state_of_pmap():
 def test_what_is_no_stacked_state(tree, words):
     """The error names the leaf."""
     with pytest.raises(ValueError, match=words):
-        synk.unstack(tree)
+        synk.contrib.unstack(tree)
 
 
 def test_nan_is_equal_to_itself():
     """Bits are compared."""
-    assert np.isnan(synk.unstack(np.full((3, 1), np.nan, np.float32))[0])
+    assert np.isnan(synk.contrib.unstack(np.full((3, 1), np.nan, np.float32))[0])

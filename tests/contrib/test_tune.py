@@ -1,4 +1,4 @@
-"""Step.with_options and Step.tune: other programs over the same variables, and which of them is fastest here."""
+"""Step.with_options and synk.contrib.tune: other programs over the same variables, and which of them is fastest here."""
 
 import threading
 import time
@@ -125,7 +125,7 @@ def test_wrong_options(group):
         ({"num_slices": 0}, ValueError, "with_options: num_slices is 0"),
         ({"barrier": 1}, TypeError, "with_options: barrier is .*1.*give True or False"),
         ({"wire": "bf8"}, ValueError, "with_options: wire 'bf8'"),
-        ({"wire": synk.train.PowerSGD(1)}, ValueError, "with_options: wire=.*make another by synk.train.step"),
+        ({"wire": synk.contrib.PowerSGD(1)}, ValueError, "with_options: wire=.*make another step by synk.train.step"),
         ({"compiler_options": 3}, TypeError, "with_options: compiler_options is"),
     ]:
         with pytest.raises(kind, match=text):
@@ -133,15 +133,15 @@ def test_wrong_options(group):
     with pytest.raises(ValueError, match="blocks=4"):
         made(blocks=4).with_options(wire="bf16")
     with pytest.raises(ValueError, match="PowerSGD"):
-        made(wire=synk.train.PowerSGD(1)).with_options(wire=None)
+        made(wire=synk.contrib.PowerSGD(1)).with_options(wire=None)
     with pytest.raises(ValueError, match="PowerSGD"):
-        made(wire=synk.train.PowerSGD(1)).tune(X, Y, wires="bf16")
+        synk.contrib.tune(made(wire=synk.contrib.PowerSGD(1)), X, Y, wires="bf16")
     with pytest.raises(ValueError, match="num_slices is 0"):
-        step.tune(X, Y, num_slices=0)
-    with pytest.raises(ValueError, match="tune: seconds"):
-        step.tune(X, Y, seconds=0)
-    with pytest.raises(ValueError, match="tune: seconds"):
-        step.tune(X, Y, seconds=float("inf"))
+        synk.contrib.tune(step, X, Y, num_slices=0)
+    with pytest.raises(ValueError, match=r"tune\(\w+\): seconds"):
+        synk.contrib.tune(step, X, Y, seconds=0)
+    with pytest.raises(ValueError, match=r"tune\(\w+\): seconds"):
+        synk.contrib.tune(step, X, Y, seconds=float("inf"))
 
 
 @needs_plugin
@@ -162,7 +162,7 @@ def test_settings_for_gpus():
         assert few == 1 < many
         assert step.compile(x).as_text() != step.with_options(barrier=False).compile(x).as_text()
         with pytest.raises(synk.SynkError, match="tune"):
-            step.tune(x)
+            synk.contrib.tune(step, x)
 
 
 # tune
@@ -173,7 +173,7 @@ STEPS = {
     "adam": {"optimizer": optax.adam(0.1), "ema": 0.9, "clip": 1.0},
     "state in shards": {"shard_optimizer": True},
     "in shards": {"shard_params": True},
-    "low rank": {"wire": synk.train.PowerSGD(2)},
+    "low rank": {"wire": synk.contrib.PowerSGD(2)},
     "narrow": {"wire": "bf16"},
     "blocks": {"blocks": 4},
     "checked": {"nan": "raise"},
@@ -194,7 +194,7 @@ def test_changes_nothing(replicas, name, capsys):
     step, untouched = made(**STEPS[name]), made(**STEPS[name])
     for calls in range(2):
         with unchanged(*step.variables.values()):
-            options = step.tune(X, Y, seconds=0.1 if calls else 30)
+            options = synk.contrib.tune(step, X, Y, seconds=0.1 if calls else 30)
         assert step.stats.calls == calls
         assert_same(step(X, Y), untouched(X, Y))
         fast = step.with_options(**options)
@@ -212,7 +212,7 @@ def test_changes_nothing(replicas, name, capsys):
 def test_what_is_compiled_serves_later(group, capsys):
     """The step's own program is compiled once; a warm step goes on without another compilation."""
     step = made()
-    step.tune(X, Y, seconds=0.01)
+    synk.contrib.tune(step, X, Y, seconds=0.01)
     step(X, Y)
     assert step.stats.compilations == 0
     assert "not tried: no time is left" in capsys.readouterr().out
@@ -221,7 +221,7 @@ def test_what_is_compiled_serves_later(group, capsys):
 def test_chooses_what_is_faster(group, capsys):
     """Parts that take long if they have many rows run in slices."""
     step = made(waits(lambda rows: 0.04 * (rows > 8)))
-    options = step.tune(X, Y, seconds=3)
+    options = synk.contrib.tune(step, X, Y, seconds=3)
     table = rows_of(capsys.readouterr().out)
     assert options in ({"num_slices": 2}, {"num_slices": 4})
     assert "differs by" in table["num_slices=2"] and table["num_slices=2"].endswith("chosen")
@@ -232,26 +232,26 @@ def test_chooses_what_is_faster(group, capsys):
 def test_stays_with_what_is_fastest(group, capsys):
     """Parts that take equally long run in one, whatever the step has been told."""
     step = made(waits(lambda rows: 0.003))
-    assert step.tune(X, Y, seconds=30) == {} and "=> as it is" in rows_of(capsys.readouterr().out)
-    assert step.tune(X, Y, seconds=30, num_slices=2) == {} and "num_slices" not in capsys.readouterr().out
-    assert step.with_options(num_slices=4).tune(X, Y, batch=22, seconds=30) == {"num_slices": 1}
+    assert synk.contrib.tune(step, X, Y, seconds=30) == {} and "=> as it is" in rows_of(capsys.readouterr().out)
+    assert synk.contrib.tune(step, X, Y, seconds=30, num_slices=2) == {} and "num_slices" not in capsys.readouterr().out
+    assert synk.contrib.tune(step.with_options(num_slices=4), X, Y, batch=22, seconds=30) == {"num_slices": 1}
 
 
 @pytest.mark.parametrize("blocks", [4, None])
 def test_slices_are_tried_where_they_matter(group, blocks, capsys):
     """With blocks a program is the same in any number of slices, so there is nothing to race."""
-    assert made(blocks=blocks).tune(X, Y, seconds=0.01) == {}
+    assert synk.contrib.tune(made(blocks=blocks), X, Y, seconds=0.01) == {}
     assert ("num_slices" in capsys.readouterr().out) == (blocks is None)
 
 
 def test_steps_in_a_row_are_timed(group, capsys):
     """They are told and not chosen, since loops ask for them; a step that runs in slices has none."""
     step = made()
-    options = step.tune(X, Y, batch=22, seconds=30, num_slices=1)
+    options = synk.contrib.tune(step, X, Y, batch=22, seconds=30, num_slices=1)
     row = rows_of(capsys.readouterr().out)["per_launch=4"]
     assert " ms " in row and row.endswith("for iterate and stream")
     assert "per_launch" not in options
-    step.tune(X, Y, batch=22, seconds=30, num_slices=2)
+    synk.contrib.tune(step, X, Y, batch=22, seconds=30, num_slices=2)
     assert rows_of(capsys.readouterr().out)["per_launch=4"].endswith("not tried: its rows run in slices")
 
 
@@ -269,7 +269,7 @@ def test_other_threads_go_on(group, capsys):
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        step.tune(X, Y, seconds=4)
+        synk.contrib.tune(step, X, Y, seconds=4)
     finally:
         is_over.set()
         thread.join()
@@ -284,7 +284,7 @@ def test_refuses_another_answer(group, capsys):
     def across(params, x, y):
         return wait(params, x, y) + jnp.std(x @ params["w"])
 
-    assert made(across).tune(X, Y, seconds=3) == {}
+    assert synk.contrib.tune(made(across), X, Y, seconds=3) == {}
     assert rows_of(capsys.readouterr().out)["num_slices=2"].endswith("more than rounding")
 
 
@@ -295,7 +295,7 @@ def test_rounding_that_an_optimizer_makes_large(group, capsys):
         return jnp.mean(x @ params) - jnp.dot(x.mean(0), params) + 0 * params.sum()
 
     step = synk.train.step(shifted, np.ones(4, np.float32), optax.adam(0.5, eps=1e-30))
-    step.tune(X * 100 + 1 / 3, seconds=30)
+    synk.contrib.tune(step, X * 100 + 1 / 3, seconds=30)
     row = rows_of(capsys.readouterr().out)["num_slices=2"]
     assert float(row.split("differs by ")[1].split(",")[0]) > 0.01 and "more than rounding" not in row
 
@@ -304,7 +304,7 @@ def test_rounding_that_an_optimizer_makes_large(group, capsys):
 def test_wires_are_tried_if_asked(kind, size, capsys):
     """What a wire rounds is within its tolerance; one replica sends nothing."""
     with group_of(kind, size):
-        made().tune(X, Y, seconds=30, num_slices=1, wires=["bf16", "int8"])
+        synk.contrib.tune(made(), X, Y, seconds=30, num_slices=1, wires=["bf16", "int8"])
     table = rows_of(capsys.readouterr().out)
     if size == 1:
         assert not any(name.startswith("wire") for name in table)
@@ -319,7 +319,7 @@ def test_what_does_not_run_is_a_row(group, capsys):
     def sums(params, x, y):
         return loss(params, x, y) + 0 * jax.lax.psum(x.sum(), "replica")
 
-    made(sums).tune(X[:22], Y[:22], seconds=30)
+    synk.contrib.tune(made(sums), X[:22], Y[:22], seconds=30)
     assert "does not run: ValueError" in rows_of(capsys.readouterr().out)["num_slices=2"]
 
     def die(rows):
@@ -329,11 +329,11 @@ def test_what_does_not_run_is_a_row(group, capsys):
 
     step = made(waits(die))
     with unchanged(*step.variables.values()):
-        assert step.tune(X, Y, seconds=30) == {}
+        assert synk.contrib.tune(step, X, Y, seconds=30) == {}
     assert "does not run" in rows_of(capsys.readouterr().out)["num_slices=2"]
     step(X, Y)
     with unchanged(*step.variables.values()), pytest.raises(Exception, match="too few rows"):
-        step.tune(X, Y, batch=8)
+        synk.contrib.tune(step, X, Y, batch=8)
     assert np.isfinite(step(X, Y))
 
 
@@ -342,7 +342,7 @@ def test_interrupts_change_nothing(group, capsys):
     step = made(ema=0.5)
     before = step(X, Y)
     with unchanged(*step.variables.values()):
-        interrupted(lambda: step.tune(X, Y, seconds=20), 0.7)
+        interrupted(lambda: synk.contrib.tune(step, X, Y, seconds=20), 0.7)
     assert step.serial(X, Y) < before and np.isfinite(step(X, Y))
 
 
@@ -350,11 +350,11 @@ def test_under_a_trace(group):
     """It runs when called."""
     step = made()
     with pytest.raises(synk.SynkError, match="tune"):
-        jax.jit(lambda x: step.tune(x, Y))(X)
+        jax.jit(lambda x: synk.contrib.tune(step, x, Y))(X)
 
 
 def test_refuses_a_step_that_is_not_finite(group):
     """With nan="raise" it raises as a step does."""
     step = made(nan="raise")
     with unchanged(*step.variables.values()), pytest.raises(FloatingPointError, match="tune"):
-        step.tune(X * np.nan, Y)
+        synk.contrib.tune(step, X * np.nan, Y)

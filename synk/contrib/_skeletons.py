@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .._base.errors import SynkError, shown
+from .._base.errors import shown
 from .._base.jax_context import is_traced, trace_options
 from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, refuse_sparse, to_jax
@@ -19,18 +19,18 @@ from .._call.binding import told_apart
 from .._call.compose import in_blocks, own_mesh, place_traced, run_inlined
 from .._call.execute import run
 from .._call.parts import spare_rows
-from .._data.dataset import Data, data_of_replicas, resident, source_of
+from .._data.dataset import data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather
 from .._runtime.axis import replica_axis
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import Group
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._tracing.names import Names
 from .._variables.collectives import rows_held
-from .._variables.variable import Shared
+from ..errors import SynkError
+from ..typing import Data, Group, Shared
 
 Leaves: TypeAlias = Sequence[jax.Array]
 Results: TypeAlias = Literal["concat", "scatter"]

@@ -43,17 +43,17 @@ def test_scan(kind, n, rows):
         x = np.random.default_rng(rows).integers(-9, 9, (rows, 2)).astype(np.int32)
         for reverse, exclusive in itertools.product((False, True), repeat=2):
             want = np.cumsum(x[::-1], 0)[::-1] if reverse else np.cumsum(x, 0)
-            got = synk.scan(jnp.add, x, identity=0, reverse=reverse, exclusive=exclusive)
+            got = synk.contrib.scan(jnp.add, x, identity=0, reverse=reverse, exclusive=exclusive)
             assert_same(got, (want - x if exclusive else want).astype(np.int32))
         held = synk.shared(x, name="held")
         synk.scatter(held, x)
         for given in (synk.data(x, place="scatter"), synk.data(x), jnp.asarray(x), held):
-            assert_same(synk.scan(jnp.maximum, given), np.maximum.accumulate(x))
-        assert_same(jax.jit(lambda x: synk.scan(jnp.add, x))(x), np.cumsum(x, 0).astype(np.int32))
+            assert_same(synk.contrib.scan(jnp.maximum, given), np.maximum.accumulate(x))
+        assert_same(jax.jit(lambda x: synk.contrib.scan(jnp.add, x))(x), np.cumsum(x, 0).astype(np.int32))
         maps = np.random.default_rng(rows).uniform(0.5, 1, (2, rows)).astype(np.float32)
         for reverse in (False, True):
             want = jax.lax.associative_scan(then, tuple(maps), reverse=reverse)
-            got = synk.scan(then, tuple(maps), reverse=reverse)
+            got = synk.contrib.scan(then, tuple(maps), reverse=reverse)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
@@ -66,7 +66,7 @@ def test_recurrence(rows):
         y = u * y + v
         want.append(y)
     with group_of("devices", 2):
-        np.testing.assert_allclose(synk.scan(then, (a, b))[1], want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(synk.contrib.scan(then, (a, b))[1], want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.smoke
@@ -83,19 +83,19 @@ def test_pairs(kind, n, rows, others):
     with group_of(kind, n):
         for op in DIFFERENTIABLE:
             want = SERIAL[op](far.swapaxes(0, 1)) if op in ELEMENTWISE else far
-            np.testing.assert_allclose(synk.pairs(distance, x, y, reduce=op), want, rtol=1e-5)
+            np.testing.assert_allclose(synk.contrib.pairs(distance, x, y, reduce=op), want, rtol=1e-5)
         any_and_all = (
-            synk.pairs(lambda a, b: {"more": a > b}, x, y, reduce="any"),
-            synk.pairs(jnp.greater, x, y, reduce="all"),
+            synk.contrib.pairs(lambda a, b: {"more": a > b}, x, y, reduce="any"),
+            synk.contrib.pairs(jnp.greater, x, y, reduce="all"),
         )
         assert_same(any_and_all[0]["more"], (x[:, None] > y[None]).any(1))
         assert_same(any_and_all[1], (x[:, None] > y[None]).all(1))
         tree = {"x": x, "m": np.abs(x[:, 0])}
-        got = synk.pairs(lambda a, b: b["m"] * (b["x"] - a["x"]), tree)
+        got = synk.contrib.pairs(lambda a, b: b["m"] * (b["x"] - a["x"]), tree)
         np.testing.assert_allclose(
             got, (tree["m"][None, :, None] * (x[None] - x[:, None])).sum(1), rtol=1e-5, atol=1e-4
         )
-        slope = jax.grad(lambda x: synk.pairs(lambda a, b: (a - b) ** 2, x, y).sum())(x)
+        slope = jax.grad(lambda x: synk.contrib.pairs(lambda a, b: (a - b) ** 2, x, y).sum())(x)
         np.testing.assert_allclose(slope, 2 * (others * x - y.sum(0)), rtol=1e-4, atol=1e-4)
 
 
@@ -114,9 +114,9 @@ def test_results_stay(monkeypatch):
     with group_of("devices", 8), monkeypatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", noted)
         x = np.random.default_rng(0).normal(size=(4003, 3)).astype(np.float32)
-        forces = synk.pairs(pull, x, outputs="scatter")
-        sums = synk.scan(jnp.add, forces, reduce="scatter")
-        assert isinstance(sums, synk.Data)
+        forces = synk.contrib.pairs(pull, x, outputs="scatter")
+        sums = synk.contrib.scan(jnp.add, forces, reduce="scatter")
+        assert isinstance(sums, synk.typing.Data)
         assert sums.place == "scatter"
         text = programs[0].as_text()
         assert re.search(r" collective-permute(-start)?\(", text)
@@ -146,31 +146,31 @@ def test_warm(monkeypatch):
             with group_of(kind, n):
                 for seed in range(3):
                     x = np.random.default_rng(seed).integers(0, 9, 7).astype(np.int32)
-                    assert_same(synk.scan(add, x), np.cumsum(x).astype(np.int32))
-                    assert_same(synk.pairs(add, x), 7 * x + x.sum().astype(np.int32))
+                    assert_same(synk.contrib.scan(add, x), np.cumsum(x).astype(np.int32))
+                    assert_same(synk.contrib.pairs(add, x), 7 * x + x.sum().astype(np.int32))
     assert count[0] == 4
 
 
 X = np.arange(6.0, dtype=np.float32)
 REFUSED = {
-    "identity": (lambda: synk.scan(jnp.add, X, exclusive=True), ValueError, "exclusive leaves the first row"),
-    "identity's tree": (lambda: synk.scan(jnp.add, X, identity=(0, 0)), ValueError, "identity has the tree"),
-    "dtype": (lambda: synk.scan(lambda a, b: a > b, X), ValueError, r"op changes x from float32\[2\] to bool\[2\]"),
-    "shape": (lambda: synk.scan(lambda a, b: a.sum(), X), ValueError, r"to float32\[\]"),
-    "tree": (lambda: synk.scan(lambda a, b: (a, b), X), ValueError, "op changes the tree"),
-    "rows": (lambda: synk.scan(then, (X, X[:3])), ValueError, r"x\[1\] has 3 rows, x\[0\] 6"),
-    "no rows": (lambda: synk.pairs(jnp.add, X[:0]), ValueError, "0 rows"),
-    "scalar": (lambda: synk.pairs(jnp.add, X, 3.0), ValueError, "y is a scalar and has no rows"),
-    "nothing": (lambda: synk.scan(jnp.add, ()), ValueError, "which has no array"),
-    "text": (lambda: synk.scan(jnp.add, np.array(["a"])), TypeError, "give numbers"),
-    "op": (lambda: synk.pairs(jnp.add, X, reduce="stack"), ValueError, "reduce is 'stack'; use one of sum, mean"),
-    "results": (lambda: synk.scan(jnp.add, X, reduce="sum"), ValueError, 'use "concat" or "scatter"'),
-    "keys": (lambda: synk.scan(jnp.add, jax.random.split(jax.random.key(0))), TypeError, "holds typed PRNG keys"),
-    "no function": (lambda: synk.scan(3, X), TypeError, "it is given 3; give a function of rows"),
-    "fraction": (lambda: synk.scan(jnp.add, np.arange(3), identity=0.5, exclusive=True), ValueError, "is 0.5, which is no"),
-    "monoid": (lambda: synk.pairs(lambda a, b: synk.Monoid(a, jnp.add), X), ValueError, "returns a Monoid or Weighted"),
-    "rank": (lambda: synk.pairs(lambda a, b: a * synk.rank(), X), synk.SynkError, "only inside a synk function"),
-    "inside": (lambda: synk.function(lambda x: synk.scan(jnp.add, x))(X), synk.SynkError, "not inside a synk function"),
+    "identity": (lambda: synk.contrib.scan(jnp.add, X, exclusive=True), ValueError, "exclusive leaves the first row"),
+    "identity's tree": (lambda: synk.contrib.scan(jnp.add, X, identity=(0, 0)), ValueError, "identity has the tree"),
+    "dtype": (lambda: synk.contrib.scan(lambda a, b: a > b, X), ValueError, r"op changes x from float32\[2\] to bool\[2\]"),
+    "shape": (lambda: synk.contrib.scan(lambda a, b: a.sum(), X), ValueError, r"to float32\[\]"),
+    "tree": (lambda: synk.contrib.scan(lambda a, b: (a, b), X), ValueError, "op changes the tree"),
+    "rows": (lambda: synk.contrib.scan(then, (X, X[:3])), ValueError, r"x\[1\] has 3 rows, x\[0\] 6"),
+    "no rows": (lambda: synk.contrib.pairs(jnp.add, X[:0]), ValueError, "0 rows"),
+    "scalar": (lambda: synk.contrib.pairs(jnp.add, X, 3.0), ValueError, "y is a scalar and has no rows"),
+    "nothing": (lambda: synk.contrib.scan(jnp.add, ()), ValueError, "which has no array"),
+    "text": (lambda: synk.contrib.scan(jnp.add, np.array(["a"])), TypeError, "give numbers"),
+    "op": (lambda: synk.contrib.pairs(jnp.add, X, reduce="stack"), ValueError, "reduce is 'stack'; use one of sum, mean"),
+    "results": (lambda: synk.contrib.scan(jnp.add, X, reduce="sum"), ValueError, 'use "concat" or "scatter"'),
+    "keys": (lambda: synk.contrib.scan(jnp.add, jax.random.split(jax.random.key(0))), TypeError, "holds typed PRNG keys"),
+    "no function": (lambda: synk.contrib.scan(3, X), TypeError, "it is given 3; give a function of rows"),
+    "fraction": (lambda: synk.contrib.scan(jnp.add, np.arange(3), identity=0.5, exclusive=True), ValueError, "is 0.5, which is no"),
+    "monoid": (lambda: synk.contrib.pairs(lambda a, b: synk.Monoid(a, jnp.add), X), ValueError, "returns a Monoid or Weighted"),
+    "rank": (lambda: synk.contrib.pairs(lambda a, b: a * synk.rank(), X), synk.SynkError, "only inside a synk function"),
+    "inside": (lambda: synk.function(lambda x: synk.contrib.scan(jnp.add, x))(X), synk.SynkError, "not inside a synk function"),
 }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_refused(which):
         for _ in range(2):
             with pytest.raises(error, match=message):
                 act()
-        assert_same(synk.scan(jnp.add, X), np.cumsum(X))
+        assert_same(synk.contrib.scan(jnp.add, X), np.cumsum(X))
 
 
 @pytest.mark.parametrize("device", [0, 5])
@@ -190,9 +190,9 @@ def test_of_an_array_on_one_device(device):
     """Eager transformations of what lies on one device alone, of the group or not."""
     with group_of("devices", 2):
         x = jax.device_put(X, jax.devices()[: device + 1][-1])
-        assert_same(jax.grad(lambda x: synk.scan(jnp.add, x).sum())(x), np.arange(6, 0, -1, dtype=np.float32))
-        assert_same(jax.grad(lambda x: synk.pairs(jnp.add, x).sum())(x), np.full(6, 12, np.float32))
-        assert_same(jax.vmap(lambda x: synk.scan(jnp.add, x))(x[None]), np.cumsum(X)[None])
+        assert_same(jax.grad(lambda x: synk.contrib.scan(jnp.add, x).sum())(x), np.arange(6, 0, -1, dtype=np.float32))
+        assert_same(jax.grad(lambda x: synk.contrib.pairs(jnp.add, x).sum())(x), np.full(6, 12, np.float32))
+        assert_same(jax.vmap(lambda x: synk.contrib.scan(jnp.add, x))(x[None]), np.cumsum(X)[None])
 
 
 def test_a_variable_under_a_trace():
@@ -202,8 +202,8 @@ def test_a_variable_under_a_trace():
         synk.scatter(held, X)
         for _ in range(2):
             with pytest.raises(synk.SynkError, match=r"shared variable held, of which jit"):
-                jax.jit(lambda: synk.scan(jnp.add, held))()
-            assert_same(synk.scan(jnp.add, held), np.cumsum(X))
+                jax.jit(lambda: synk.contrib.scan(jnp.add, held))()
+            assert_same(synk.contrib.scan(jnp.add, held), np.cumsum(X))
 
 
 @pytest.mark.parametrize(("kind", "n"), GROUPS)
@@ -213,9 +213,9 @@ def test_state_is_refused(kind, n):
         w = synk.shared(np.float32(1), name="w")
         for _ in range(2):
             for act in (
-                lambda: synk.pairs(lambda a, b: a * b * w.value, X),
-                lambda: synk.scan(lambda a, b: a + b * w.value, X),
-                lambda: synk.pairs(lambda a, b: setattr(w, "value", a) or a, X),
+                lambda: synk.contrib.pairs(lambda a, b: a * b * w.value, X),
+                lambda: synk.contrib.scan(lambda a, b: a + b * w.value, X),
+                lambda: synk.contrib.pairs(lambda a, b: setattr(w, "value", a) or a, X),
             ):
                 with pytest.raises(synk.SynkError, match="its function uses the shared variable w"):
                     act()
@@ -226,7 +226,7 @@ def test_gradients_of_uneven_rows():
     """Rows that fill a part up have none, also where they would overflow."""
     with group_of("devices", 2):
         x = np.array([1, 1, 1e20], np.float32)
-        got = jax.grad(lambda x: synk.scan(jnp.multiply, x).sum())(x)
+        got = jax.grad(lambda x: synk.contrib.scan(jnp.multiply, x).sum())(x)
         np.testing.assert_allclose(
             got, jax.grad(lambda x: jax.lax.associative_scan(jnp.multiply, x).sum())(x), rtol=1e-6
         )
@@ -245,7 +245,7 @@ def test_equal_functions():
     x = np.arange(4, dtype=np.int32)
     with synk.simulate(3), jax.numpy_dtype_promotion("standard"):
         for by in (2, 2.0, True, 2, -0.0, 0.0):
-            got = synk.pairs(Scaled(by), x, reduce="max")
+            got = synk.contrib.pairs(Scaled(by), x, reduce="max")
             want = ((jnp.asarray(x)[:, None] + jnp.asarray(x)[None]) * by).max(1)
             assert_same(got, want)
 
@@ -256,8 +256,8 @@ def test_functions_are_forgotten():
         gone = []
         for _ in range(2):
             table = jnp.ones(3)
-            synk.pairs(lambda a, b, table=table: a * b * table.sum(), np.ones(4, np.float32))
-            synk.scan(lambda a, b, table=table: a + b + 0 * table.sum(), np.ones(4, np.float32))
+            synk.contrib.pairs(lambda a, b, table=table: a * b * table.sum(), np.ones(4, np.float32))
+            synk.contrib.scan(lambda a, b, table=table: a + b + 0 * table.sum(), np.ones(4, np.float32))
             gone.append(weakref.ref(table))
             del table
         gc.collect()
@@ -279,8 +279,8 @@ def test_only_real_rows_are_seen(kind, n):
             held = synk.shared(x, name="held")
             synk.scatter(held, x)
             for given in (synk.function(lambda x: 1 * x, reduce="scatter")(x), held):
-                assert_same(synk.pairs(add, given), rows * x + x.sum())
-                assert_same(synk.scan(add, given), np.cumsum(x))
+                assert_same(synk.contrib.pairs(add, given), rows * x + x.sum())
+                assert_same(synk.contrib.scan(add, given), np.cumsum(x))
             jax.effects_barrier()
             assert min(seen) > 0
 
@@ -292,27 +292,36 @@ EIGHT = np.arange(8, dtype=np.float32)
 @pytest.mark.slow
 def test_skeletons_meet_the_users_options_and_dtypes(four):
     """Debugging options raise what users catch; sums of small integers are as wide as `jnp.sum` makes them."""
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"synk\.scan\(add\): a result holds NaN"):
-        synk.scan(jnp.add, np.array([1, np.nan], np.float32))
+    with (
+        jax.debug_nans(True),
+        pytest.raises(FloatingPointError, match=r"synk\.contrib\.scan\(add\): a result holds NaN"),
+    ):
+        synk.contrib.scan(jnp.add, np.array([1, np.nan], np.float32))
     for dtype in (np.uint8, np.int8, np.int16, np.bool_):
         x = np.array([100, 100, 50], np.int64).astype(dtype)
         for reduce, op in (("sum", jnp.sum), ("prod", jnp.prod), ("max", jnp.max)):
-            got, want = synk.pairs(jnp.maximum, x, reduce=reduce), op(jnp.asarray(np.maximum.outer(x, x)), axis=1)
+            got, want = (
+                synk.contrib.pairs(jnp.maximum, x, reduce=reduce),
+                op(jnp.asarray(np.maximum.outer(x, x)), axis=1),
+            )
             assert got.dtype == want.dtype
             np.testing.assert_array_equal(got, want)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    total = jax.jit(lambda x: synk.scan(jnp.add, x)[-1])
+    total = jax.jit(lambda x: synk.contrib.scan(jnp.add, x)[-1])
     if not synk.group().is_simulated:
-        with jax.set_mesh(mesh), pytest.raises(synk.SynkError, match=r"synk\.scan\(add\): it is traced inside jax"):
+        with (
+            jax.set_mesh(mesh),
+            pytest.raises(synk.SynkError, match=r"synk\.contrib\.scan\(add\): it is traced inside jax"),
+        ):
             total(jnp.asarray(EIGHT))
     with jax.set_mesh(synk.group().mesh):
         assert float(total(jnp.asarray(EIGHT))) == EIGHT.sum()
 
 
 def test_functions_of_rows_do_not_communicate(four):
-    """Those of `synk.scan` and `synk.pairs` see rows alone."""
+    """Those of `synk.contrib.scan` and `synk.contrib.pairs` see rows alone."""
     with pytest.raises(ValueError, match=r"synk\.all_reduce communicates inside.* Do it outside"):
-        synk.scan(lambda a, b: synk.all_reduce(a, "sum") + b, np.ones(8, np.float32))
+        synk.contrib.scan(lambda a, b: synk.all_reduce(a, "sum") + b, np.ones(8, np.float32))
 
 
 CAP = 10
@@ -331,7 +340,7 @@ def test_programs_follow_the_names_of_their_functions(monkeypatch, op, kind, n):
     with group_of(kind, n):
         for cap in (10, 2, 10, 2):
             monkeypatch.setitem(globals(), "CAP", cap)
-            assert synk.scan(op, x).tolist() == np.minimum(np.cumsum(x), cap).tolist()
+            assert synk.contrib.scan(op, x).tolist() == np.minimum(np.cumsum(x), cap).tolist()
             wanted = np.minimum(x[:, None] + x, cap).max(1)
-            assert synk.pairs(op, x, reduce="max").tolist() == wanted.tolist()
-            assert jax.jit(lambda x: synk.scan(op, x))(x).tolist() == np.minimum(np.cumsum(x), cap).tolist()
+            assert synk.contrib.pairs(op, x, reduce="max").tolist() == wanted.tolist()
+            assert jax.jit(lambda x: synk.contrib.scan(op, x))(x).tolist() == np.minimum(np.cumsum(x), cap).tolist()

@@ -10,4 +10,4 @@ from .held import shared
 __all__ = ["function", "shared"]
 
 for _name in __all__:
-    globals()[_name].__module__ = "synk.pytensor"
+    globals()[_name].__module__ = "synk.contrib.pytensor"

@@ -6,12 +6,11 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .errors import public_api
-from .pytree import PyTree, as_data, as_keys, key_of
+from .._base.errors import public_api
 
 
 @public_api
-def unstack(tree: PyTree, *, check: bool = True) -> PyTree:
+def unstack(tree: Any, *, check: bool = True) -> Any:
     """Return one value of a stacked state of `jax.pmap`: entry 0 of each leaf, read from its first shard here.
 
     Args:
@@ -25,9 +24,9 @@ def unstack(tree: PyTree, *, check: bool = True) -> PyTree:
       ValueError: a leaf has no axis 0, or another length than the first; or its entries differ in some bit.
 
     Example:
-      >>> import jax.numpy as jnp, synk
+      >>> import jax.numpy as jnp, synk.contrib
       >>> state = {"w": jnp.zeros((4, 3)), "step": jnp.full(4, 7)}
-      >>> synk.unstack(state)["step"].item()
+      >>> synk.contrib.unstack(state)["step"].item()
       7
     """
     leaves, treedef = tree_flatten_with_path(tree)
@@ -41,22 +40,24 @@ def unstack(tree: PyTree, *, check: bool = True) -> PyTree:
                 else f"{length} entries on axis 0, {next(iter(lengths)) or 'the first'} {first}"
             )
             raise ValueError(
-                f"synk.unstack: leaf{name} has {has}. A stacked state has one entry a device in every leaf."
+                f"synk.contrib.unstack: leaf{name} has {has}. A stacked state has one entry a device in every leaf."
             )
     return treedef.unflatten([_entry(keystr(path), leaf, check) for path, leaf in leaves])
 
 
 def _entry(name: str, leaf: Any, check: bool) -> jax.Array:
     """Return the first entry of a leaf; compare it with the others if asked to."""
-    key, leaf = key_of(leaf), as_data(leaf)
+    key = None
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key, leaf = jax.random.key_impl(leaf), jax.random.key_data(leaf)
     shards = [shard.data for shard in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf]
     first = np.asarray(shards[0])[0]
     if check:
         for shard in shards:
             if any(entry.tobytes() != first.tobytes() for entry in np.asarray(shard)):
                 raise ValueError(
-                    f"synk.unstack: entries of leaf{name} differ, so it is no value that all devices share. Keep it as "
-                    f'rows: pass it to a function as a scattered argument, or to synk.data(..., place="scatter").'
+                    f"synk.contrib.unstack: entries of leaf{name} differ, so it is no value that all devices share. "
+                    'Keep it as rows: pass it as a scattered argument, or to synk.data(..., place="scatter").'
                 )
     entry = jax.numpy.asarray(np.array(first))
-    return entry if key is None else as_keys(entry, key)
+    return entry if key is None else jax.random.wrap_key_data(entry, impl=key)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import group as current_group
 from .._base.errors import public_api
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree, exactly, first_change
@@ -15,8 +16,7 @@ from .._call.parts import fill_up
 from .._reductions.collectives import all_gather
 from .._reductions.reduction import constant_unless
 from .._runtime.axis import replica_axis
-from .._runtime.group import current_group
-from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
+from ._skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 
 @public_api
@@ -41,7 +41,7 @@ def scan(
       identity: a tree of one row like `x` that changes nothing under `op`; needed with `exclusive` only.
       reverse: whether to go from the last row to the first.
       exclusive: whether to leave out a row's own value.
-      reduce: "concat" for arrays that lie on every replica, "scatter" for `synk.Data` whose rows stay in place.
+      reduce: "concat" for arrays that lie on every replica, "scatter" for `synk.typing.Data` whose rows stay in place.
 
     Returns:
       A tree like `x`.
@@ -51,15 +51,15 @@ def scan(
         no identity.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np, synk
-      >>> synk.scan(jnp.add, np.arange(1, 6)).tolist()
+      >>> import jax.numpy as jnp, numpy as np, synk.contrib
+      >>> synk.contrib.scan(jnp.add, np.arange(1, 6)).tolist()
       [1, 3, 6, 10, 15]
       >>> def then(f, g):  # of affine maps: f, then g
       ...     return g[0] * f[0], g[0] * f[1] + g[1]
-      >>> synk.scan(then, (np.full(4, 2.0), np.ones(4)))[1].tolist()  # y = 2 y + 1, from 0 on
+      >>> synk.contrib.scan(then, (np.full(4, 2.0), np.ones(4)))[1].tolist()  # y = 2 y + 1, from 0 on
       [1.0, 3.0, 7.0, 15.0]
     """
-    name, group = f"synk.scan({getattr(op, '__name__', 'op')})", current_group()
+    name, group = f"synk.contrib.scan({getattr(op, '__name__', 'op')})", current_group()
     group._refuse_if_absent(name)
     rows, op_alone = row_tree(x, "x", name, group), without_state(op, name)
     first = None if identity is None else _identity(identity, rows, name)

@@ -1,4 +1,4 @@
-"""Build: `synk.pytensor.function`, Theano's arguments for a graph that runs on every device."""
+"""Build: `synk.contrib.pytensor.function`, Theano's arguments for a graph that runs on every device."""
 
 import inspect
 import keyword
@@ -16,8 +16,8 @@ from pytensor.tensor.type import TensorType
 
 import synk
 
-from .._base.errors import public_api, shown
-from .._call.binding import OPTIONS
+from ..._base.errors import public_api, shown
+from ..._call.binding import OPTIONS
 from .convert import Converted, as_typed
 from .cuts import Cuts, Output, check_inputs, cut
 from .held import shared
@@ -39,13 +39,13 @@ def function(
     no_default_updates: bool | list[SharedVariable] = False,
     name: str | None = None,
     **options: Any,
-) -> synk.Function:
+) -> synk.typing.Function:
     """Make a synk function of a PyTensor graph: rows are scattered, outputs combine, the answer is the serial one.
 
     Write the graph for one device, as for `pytensor.function`. Each replica computes it for its own rows. Expressions
     in `combine`, and outputs that depend on rows, combine over all rows. Whatever depends on rows through combined
     values alone, such as updates, is computed from these on every replica. Shared variables stay PyTensor's own; from
-    now on their values lie on every device (see `synk.pytensor.shared`).
+    now on their values lie on every device (see `synk.contrib.pytensor.shared`).
 
     Args:
       inputs: symbolic arrays; each is scattered over the replicas by rows (axis 0).
@@ -63,8 +63,8 @@ def function(
       **options: options of `synk.function`: `engine`, `donate`, `nan`, `wire`, `blocks`, `compiler_options`.
 
     Returns:
-      A `synk.Function` of the inputs, by position or by name. Its results are JAX arrays in the graph's dtypes, with
-      32 bits where the graph says 64 and JAX has these switched off.
+      A `synk.typing.Function` of the inputs, by position or by name. Its results are JAX arrays in the graph's dtypes,
+      with 32 bits where the graph says 64 and JAX has these switched off.
 
     Raises:
       ValueError: an output needs an op; an update, or an output that follows from `combine`, depends on rows by
@@ -73,12 +73,12 @@ def function(
 
     Example:
       >>> import numpy as np, pytensor, pytensor.tensor as pt
-      >>> import synk, synk.pytensor
+      >>> import synk, synk.contrib.pytensor
       >>> x, y, w = pt.fvector("x"), pt.fvector("y"), pytensor.shared(np.float32(0), "w")
       >>> cost = ((w * x - y) ** 2).mean()
       >>> gradient = pt.grad(cost, w)
       >>> updates = [(w, w - np.float32(0.1) * gradient)]
-      >>> step = synk.pytensor.function([x, y], cost, updates=updates, combine=[(gradient, "mean")])
+      >>> step = synk.contrib.pytensor.function([x, y], cost, updates=updates, combine=[(gradient, "mean")])
       >>> rows = np.arange(7, dtype="float32")
       >>> print(f"{step(rows, 3 * rows):.1f} {w.get_value():.1f}")
       117.0 7.8

@@ -14,28 +14,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import Weighted, function, shared
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
-from .._function.decorator import Inputs, function
-from .._function.function import Function
+from .._function.decorator import Inputs
 from .._reductions.collectives import all_sum
-from .._reductions.reduction import Op, Weighted
+from .._reductions.reduction import Op
 from .._runtime.dispatch import drain, retire_finished
 from .._tracing.context import current_trace
-from .._variables.variable import Shared, shared
-from .model import LeafKind, StepOptions, TrainingModel, kinds_of
+from ..train.model import LeafKind, StepOptions, TrainingModel, kinds_of
+from ..typing import Function, Shared
 
 
 class LocalSteps:
-    """Steps that each replica takes on its own, and their averages; made by `synk.train.local_steps`.
+    """Steps that each replica takes on its own, and their averages; made by `synk.contrib.local_steps`.
 
     The end of `iterate`, of `stream` and of a `with` block averages the steps since the last average. Elsewhere call
     `finish` before you read or set values; all of `variables` may be saved and loaded at any time. Between averages the
-    replicas differ, and reading `params.value` raises `synk.DivergedError`.
+    replicas differ, and reading `params.value` raises `synk.errors.DivergedError`.
 
     Attributes:
-      function: the `synk.Function` that takes one step on each replica.
+      function: the `synk.typing.Function` that takes one step on each replica.
       params: the shared variable that holds the parameters; their tree is `params.value`.
       opt_state: the shared variable that holds the optimizer's state.
       state: the shared variable that holds the model's state; None if there is none.
@@ -44,10 +44,10 @@ class LocalSteps:
         losses, and "counts", the number of steps so far and that number at the last average.
 
     Example:
-      >>> import numpy as np, optax, synk.train
+      >>> import numpy as np, optax, synk.contrib
       >>> def loss(w, x):
       ...     return ((w - x) ** 2).mean()
-      >>> with synk.train.local_steps(loss, np.float32(0), optax.sgd(0.25)) as train:
+      >>> with synk.contrib.local_steps(loss, np.float32(0), optax.sgd(0.25)) as train:
       ...     print(*[train(np.ones(8)) for _ in range(2)])
       1.0 0.25
       >>> print(train.params.value)
@@ -77,7 +77,7 @@ class LocalSteps:
         self.function._pace = self._pace
 
     def __repr__(self) -> str:
-        return f"synk.train.local_steps({', '.join([self._name, *map(repr, self.variables.values())])})"
+        return f"synk.contrib.local_steps({', '.join([self._name, *map(repr, self.variables.values())])})"
 
     @property
     def steps(self) -> int:
@@ -102,7 +102,7 @@ class LocalSteps:
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Iterator[Any]:
-        """Take a step for each of `batches`, and average at the end; see `synk.Function.iterate`.
+        """Take a step for each of `batches`, and average at the end; see `synk.typing.Function.iterate`.
 
         Returns:
           An iterator of the result of each step; its length is the number of batches.
@@ -111,7 +111,7 @@ class LocalSteps:
 
     @public_api
     def stream(self, source: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """Take a step for each item of a loader, and average at the end; see `synk.Function.stream`.
+        """Take a step for each item of a loader, and average at the end; see `synk.typing.Function.stream`.
 
         Returns:
           An iterator of the result of each step.
@@ -324,17 +324,17 @@ def local_steps(
       TypeError, ValueError: an argument is of a wrong kind or value.
 
     Example:
-      >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
+      >>> import jax.numpy as jnp, numpy as np, optax, synk.contrib
       >>> def loss(params, x, y):
       ...     return jnp.mean((params["w"] * x - y) ** 2)
       >>> start = {"w": np.float32(0)}
-      >>> with synk.train.local_steps(loss, start, optax.sgd(0.1), every=2) as step:
+      >>> with synk.contrib.local_steps(loss, start, optax.sgd(0.1), every=2) as step:
       ...     print(*[f"{step(np.ones(9), np.full(9, 5.0)):.2f}" for _ in range(3)])
       25.00 16.00 10.24
       >>> print(f"{step.params.value['w']:.2f} after {step.steps} steps")
       2.44 after 3 steps
     """
     options: Any = {option: value for option, value in locals().items() if option in StepOptions._fields}
-    model = TrainingModel("synk.train.local_steps", StepOptions(**options))
-    model.params._spec.storage.refuse(model.params.name, "synk.train.local_steps")
+    model = TrainingModel("synk.contrib.local_steps", StepOptions(**options))
+    model.params._spec.storage.refuse(model.params.name, "synk.contrib.local_steps")
     return LocalSteps(model, every, optimizer_state, report)

@@ -1,1 +1,0 @@
-"""Skeletons: operations on rows that communicate while they run, scan and pairs."""
