@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint(tmp_path):
             assert synk.orbax.load(manager, {"w": w}) == (1, 1) and w.value.tolist() == [1] * 3
         assert any("step 3 in" in str(one.message) for one in told)
         for step in (2, 3):
-            with pytest.raises(synk.CheckpointError, match=f"step {step} in .* cannot be read"):
+            with pytest.raises(synk.errors.CheckpointError, match=f"step {step} in .* cannot be read"):
                 synk.orbax.load(manager, {"w": w}, step=step)
         with pytest.raises(ValueError, match=r"shape was \[3\]"):
             synk.orbax.load(manager, {"w": synk.shared(np.zeros(4, np.float32))})

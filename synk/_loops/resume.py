@@ -250,10 +250,10 @@ def resume(
     put `synk.resume` inside, as in `tqdm(synk.resume(batches, ...))`.
 
     While the loop runs, all processes save in the background before the same item, and at its end. A line says which
-    save has failed; the next one tries again. After a SIGTERM they save and raise `synk.errors.Preempted`, which ends the
-    program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start goes on from the last
-    save. A finished loop yields nothing when it is started again. On one machine, `folder="/dev/shm/run"` with a short
-    `save_every` restarts from memory.
+    save has failed; the next one tries again. After a SIGTERM they save and raise `synk.errors.Preempted`, which ends
+    the program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start goes on from the
+    last save. A finished loop yields nothing when it is started again. On one machine, `folder="/dev/shm/run"` with a
+    short `save_every` restarts from memory.
 
     Args:
       steps: what the loop goes through; or a function that takes `done` and `extra` and returns the items that are

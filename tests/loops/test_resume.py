@@ -440,7 +440,7 @@ def test_a_save_that_fails_is_tried_again(tmp_path, disk, capsys):
 def test_the_last_save_comes_whatever_failed_before(tmp_path, disk, how):
     """The end of a loop and a SIGTERM save, though all saves before have failed."""
     disk["full"] = True
-    with synk.simulate(2), suppress(synk.Preempted):
+    with synk.simulate(2), suppress(synk.errors.Preempted):
         run = Run()
         for at, batch in enumerate(synk.resume(minibatches(), run.variables, folder=tmp_path, save_every=1e-9)):
             run.take(batch, at)

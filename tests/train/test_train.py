@@ -227,7 +227,7 @@ def test_the_optimizer_sees_the_combined_loss(four):
 given = None
 
 
-@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+@pytest.mark.parametrize("make", [synk.train.step, synk.contrib.local_steps])
 def test_a_variable_that_is_made_again(four, monkeypatch, make):
     """A step that trains the old one says so, as where a notebook's cell ran twice; not if the new one has a step too."""
 

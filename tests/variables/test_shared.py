@@ -386,7 +386,7 @@ def test_a_variable_assigned_before_it_is_read(group):
     """It is no input: replicas that differ in it become equal, and nobody complains."""
     w = synk.shared(np.float32(0), name="w")
     synk.function(lambda x: setattr(w, "value", x.sum()))(numbers(5))
-    with pytest.raises(synk.DivergedError):
+    with pytest.raises(synk.errors.DivergedError):
         _ = w.value
     f = synk.function(lambda x: x.mean(), reduce="mean")
 
