@@ -48,16 +48,17 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
     "Overlap", "PeerError", "Preempted", "Shared", "SharedLostError", "SynkError", "Weighted", "all_gather",
-    "all_reduce", "broadcast", "build_inputs", "check_replicas", "close", "data", "each", "fork", "function", "gather",
-    "get_lengths", "get_shapes", "get_value", "group", "info", "init", "load", "local", "map", "minibatches", "pairs",
-    "part_key", "preempted", "prefetch", "rank", "reduce", "resume", "row_keys", "row_numbers", "save", "scan",
-    "scatter", "set_value", "shared", "simulate", "size", "target", "unstack",
+    "all_reduce", "broadcast", "build_inputs", "check_program", "check_replicas", "close", "data", "each", "fork",
+    "function", "gather", "get_lengths", "get_shapes", "get_value", "group", "info", "init", "load", "local", "map",
+    "minibatches", "pairs", "part_key", "preempted", "prefetch", "rank", "reduce", "resume", "row_keys", "row_numbers",
+    "save", "scan", "scatter", "set_value", "shared", "simulate", "size", "target", "unstack",
 ]  # fmt: skip
 
 # Modules that most programs never use are loaded at first use, so that `import synk` is quick: public ones, and those
 # of these names.
 _MODULES = ("orbax", "stats", "train", "typing")
 _AT_FIRST_USE = {
+    "check_program": "_check.program",
     "check_replicas": "_variables.replica_check",
     "info": "_explain.info",
     "load": "_variables.checkpoint",
@@ -76,6 +77,7 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from . import train as train
     from . import typing as typing
     from ._base.unstack import unstack
+    from ._check.program import check_program
     from ._distributed.preemption import preempted
     from ._explain.info import info
     from ._function.row_map import map
