@@ -28,7 +28,7 @@ from .errors import LawError, SynkError
 __version__ = "0.1.0"
 
 __all__ = [
-    "LawError", "Monoid", "Overlap", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast",
+    "LawError", "Monoid", "Overlap", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast", "check_program",
     "check_replicas", "close", "data", "each", "function", "gather", "group", "info", "init", "load", "local", "map",
     "minibatches", "part_key", "preempted", "prefetch", "rank", "reduce", "resume", "row_keys", "row_numbers", "save",
     "scatter", "shared", "simulate", "size", "target",
@@ -38,6 +38,7 @@ __all__ = [
 # of these names.
 _MODULES = ("contrib", "orbax", "stats", "train", "typing")
 _AT_FIRST_USE = {
+    "check_program": "_check.program",
     "check_replicas": "_variables.replica_check",
     "info": "_explain.info",
     "load": "_variables.checkpoint",
@@ -53,6 +54,7 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from . import stats as stats
     from . import train as train
     from . import typing as typing
+    from ._check.program import check_program
     from ._distributed.preemption import preempted
     from ._explain.info import info
     from ._function.row_map import map

@@ -2,11 +2,14 @@
 
 import sys
 
+from ._command.check import main as check
 from ._command.launcher import main
 from ._explain.info import info
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["info"]:
         print(info())
+    elif sys.argv[1:2] == ["check"]:
+        sys.exit(check(sys.argv[2:]))
     else:
         sys.exit(main())
