@@ -7,15 +7,15 @@ from . import errors as errors
 from ._base import old_names as _old_names
 from ._data.dataset import Data as _Data
 from ._data.dataset import data
-from ._data.minibatches import minibatches
 from ._data.overlap import Overlap
-from ._data.prefetch import prefetch
 from ._data.process_rows import local
 from ._data.row_keys import row_keys
 from ._distributed.init import close, group, init, simulate
 from ._function.decorator import function
 from ._function.function import Function as _Function
 from ._loops.iterate import each
+from ._loops.minibatches import minibatches
+from ._loops.prefetch import prefetch
 from ._reductions.monoid import Monoid
 from ._reductions.reduction import Weighted
 from ._runtime.group import Group as _Group
@@ -39,14 +39,14 @@ __all__ = [
 _MODULES = ("contrib", "orbax", "stats", "train", "typing")
 _AT_FIRST_USE = {
     "check_program": "_check.program",
-    "check_replicas": "_variables.replica_check",
+    "check_replicas": "_check.replica_check",
     "info": "_explain.info",
-    "load": "_variables.checkpoint",
+    "load": "_saving.checkpoint",
     "map": "_function.row_map",
     "preempted": "_distributed.preemption",
-    "resume": "_loops.resume",
-    "save": "_variables.checkpoint",
-    "target": "_runtime.target",
+    "resume": "_saving.resume",
+    "save": "_saving.checkpoint",
+    "target": "_explain.target",
 }
 if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `__getattr__`
     from . import contrib as contrib
@@ -55,13 +55,13 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from . import train as train
     from . import typing as typing
     from ._check.program import check_program
+    from ._check.replica_check import check_replicas
     from ._distributed.preemption import preempted
     from ._explain.info import info
+    from ._explain.target import target
     from ._function.row_map import map
-    from ._loops.resume import resume
-    from ._runtime.target import target
-    from ._variables.checkpoint import load, save
-    from ._variables.replica_check import check_replicas
+    from ._saving.checkpoint import load, save
+    from ._saving.resume import resume
 
 
 def _show(name: str, value: _typing.Any) -> None:

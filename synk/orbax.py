@@ -11,8 +11,7 @@ from ._base.errors import CheckpointError, in_a_line, public_api, warn
 from ._runtime.executable import relayout
 from ._runtime.group import Peers
 from ._runtime.shards import from_shards, shard_shape
-from ._tracing.context import eager
-from ._variables.checkpoint import (
+from ._saving.checkpoint import (
     check_variables,
     checked_extra,
     checked_step,
@@ -22,6 +21,7 @@ from ._variables.checkpoint import (
     is_of_others,
     restored_state,
 )
+from ._tracing.context import eager
 from ._variables.state import VariableState, state_of_leaves
 from ._variables.storage import Shards
 from ._variables.variable import Shared, commit_all, computed_state, group_of, logical_shapes

@@ -28,11 +28,11 @@ from .._data.transfer import PartRows, is_sent_by_host
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import is_placed
-from .._runtime.target import known_accelerator
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .hlo import not_computing, read_collectives, whole_operations
 from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
+from .target import known_accelerator
 from .timeline import CALL, END, profile_of, spent, split
 from .why import why_compiled
 

@@ -12,8 +12,8 @@ from .._base.errors import public_api
 from .._base.units import UNKNOWN, counted, number_text, size_text
 from .._runtime.dispatch import CPU_CAN_WEDGE
 from .._runtime.group import CURRENT, Device
-from .._runtime.target import known_accelerator
 from .page import text
+from .target import known_accelerator
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax", "flax", "equinox")
 _SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "NCCL_", "SYNK_")

@@ -15,14 +15,14 @@ from .._call.leaves import check_leaves, recognise_leaves, spec_of_part
 from .._call.rows import common_rows
 from .._call.spec import FunctionSpec, Stats
 from .._data.dataset import Data, Hold, source_of
-from .._data.minibatches import Minibatches, behind_bar
-from .._data.prefetch import check_iterable
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
 from .._data.sources import copied, is_in_memory
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .._variables.variable import Shared
+from .minibatches import Minibatches, behind_bar
+from .prefetch import check_iterable
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from .._call.binding import BoundArguments, CallOptions
 from .._call.repeat import NotTogether, RunsAlone
 from .._call.several import Call
 from .._call.spec import Repeat
-from .._data.minibatches import Minibatches, behind_bar
-from .._data.prefetch import Stopped, length
 from .iterate import Batches, LoopCall
+from .minibatches import Minibatches, behind_bar
+from .prefetch import Stopped, length
 from .stream import Items
 
 # A program of `f.over` runs so many calls, if all have so few bytes together.

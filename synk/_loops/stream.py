@@ -8,10 +8,10 @@ from .._base.pytree import is_prng_key
 from .._call.binding import ArgumentBinder, BoundArguments, CallOptions
 from .._call.spec import FunctionSpec
 from .._data.dataset import Hold
-from .._data.prefetch import check_iterable
 from .._data.sources import copied
 from .._runtime.group import Group
 from .iterate import LoopCall, PerBatch, Picker, Timed, recognised, warn_of_keys
+from .prefetch import check_iterable
 
 
 class Items:

@@ -17,8 +17,8 @@ import numpy as np
 from .. import Weighted, function, shared
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
-from .._data.prefetch import Prefetch
 from .._function.decorator import Inputs
+from .._loops.prefetch import Prefetch
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import Op
 from .._runtime.dispatch import drain, retire_finished

@@ -16,9 +16,9 @@ from .._base.old_names import instead_of
 from .._base.pytree import PyTree
 from .._call.binding import check_slices
 from .._call.spec import Stats
-from .._data.prefetch import Prefetch
 from .._function.decorator import Inputs, checked_options
 from .._function.function import Function
+from .._loops.prefetch import Prefetch
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import WireName
 from .._runtime.engine import EngineName

@@ -36,7 +36,7 @@ import optax
 import synk
 import synk.train
 from synk._distributed import agreement, coordinator, liveness
-from synk._loops import resume
+from synk._saving import resume
 from synk._variables import checkpoint, checkpoint_files
 
 from .. import harness

@@ -18,7 +18,7 @@ import numpy as np
 import synk
 from synk._distributed import coordinator
 from synk._runtime.group import make_group
-from synk._variables import checkpoint_files
+from synk._saving import checkpoint_files
 
 from ..harness import say
 from ..helpers import assert_same
@@ -252,7 +252,7 @@ def goes_on(folder, how="", items="60"):
     count = synk.function(lambda rows: counts.value.at[rows].add(1) - counts.value)
     count.then(lambda more: setattr(counts, "value", counts.value + more))
     saved, write = [], checkpoint_files.write
-    resume = sys.modules["synk._loops.resume"] if synk.resume else None
+    resume = sys.modules["synk._saving.resume"] if synk.resume else None
     resume.write = lambda folder, step, *more: (saved.append(step), write(folder, step, *more))[1]
     items -= 20 * (how == "shorter" and me == 1)
     if "alone" in how and me == 0:

@@ -17,7 +17,7 @@ import pytest
 import synk
 import synk.train
 from synk._loops import folder_lock, meetings, resume
-from synk._variables import checkpoint_files
+from synk._saving import checkpoint_files
 
 from ..helpers import Bar, numbers, slow_but
 

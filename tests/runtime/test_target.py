@@ -11,7 +11,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._runtime.target import known_accelerator
+from synk._explain.target import known_accelerator
 
 from .. import harness
 from ..helpers import HAS_PLUGIN, needs_plugin

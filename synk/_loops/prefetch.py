@@ -16,12 +16,12 @@ import numpy as np
 from .._base.errors import SynkError, checked_integer, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import SCALARS, PyTree, named, narrow
+from .._data.selection import Selection
+from .._data.sources import as_source
+from .._data.transfer import PickedRows, can_go_ahead, place_rows_ahead
 from .._runtime.group import Group, current_group
 from .._runtime.layout import put
 from .minibatches import behind_bar
-from .selection import Selection
-from .sources import as_source
-from .transfer import PickedRows, can_go_ahead, place_rows_ahead
 
 T = TypeVar("T")
 R = TypeVar("R")

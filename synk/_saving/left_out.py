@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .iterate import ASKS
+from .._loops.iterate import ASKS
 
 _END = object()
 

@@ -15,9 +15,9 @@ from .._runtime.engine import Body
 from .._runtime.executable import as_bits, run_collective, translate_peer_errors
 from .._runtime.layout import Layout
 from .._tracing.context import eager
-from .collectives import variables_of
-from .state import VariableState
-from .variable import Shared, bind, divergence, group_of
+from .._variables.collectives import variables_of
+from .._variables.state import VariableState
+from .._variables.variable import Shared, bind, divergence, group_of
 
 # How many numbers are mixed at a time: it takes twice their memory where XLA does not fuse it.
 AT_A_TIME = 1 << 20

@@ -18,10 +18,10 @@ from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
 from .._runtime.layout import shard_of_rank
 from .._tracing.context import eager
+from .._variables.collectives import variables_of
+from .._variables.state import VariableState
+from .._variables.variable import Shared, commit_all, computed_state, group_of, logical_shapes
 from .checkpoint_files import WRITER, Checkpoint, read, write
-from .collectives import variables_of
-from .state import VariableState
-from .variable import Shared, commit_all, computed_state, group_of, logical_shapes
 
 Folder = str | PathLike[str]
 

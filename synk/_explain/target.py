@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from .._base.errors import SynkError, checked_integer, in_a_line, public_api
 from .._base.units import parse_memory
-from .group import CURRENT, Accelerator, Device, Group, make_group
+from .._runtime.group import CURRENT, Accelerator, Device, Group, make_group
 
 
 class _Gpu(NamedTuple):

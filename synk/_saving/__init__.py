@@ -1,0 +1,1 @@
+"""Saving: checkpoints, and loops that continue where the last run stopped."""
