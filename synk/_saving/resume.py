@@ -13,8 +13,8 @@ import numpy as np
 
 from .._base.errors import Preempted, SynkError, public_api, shown
 from .._distributed.preemption import ask_from, is_told_to_stop, listen_no_more, questions_asked
-from .._loops.folder_lock import FolderLock, made
-from .._loops.meetings import Meetings
+from .folder_lock import FolderLock, made
+from .meetings import Meetings
 from .._loops.prefetch import check_iterable, length
 from .._variables.variable import Shared
 from .checkpoint import Folder, check_keep, check_variables, checked_extra, common_group, load_together, save_together

@@ -7,7 +7,7 @@ until a save is due, then the save. That makes some ten meetings a save.
 
 from time import monotonic
 
-from .._saving.checkpoint_files import WRITER
+from .checkpoint_files import WRITER
 
 
 class Meetings:
