@@ -4,6 +4,7 @@ A synk function returns a statistic of its part's rows (axis 0), a `synk.Monoid`
 rows, as NumPy computes it.
 """
 
+import math
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 
 from ._base.errors import checked_integer, shown
 from ._base.pytree import narrow
-from ._reductions import statistics
 from ._reductions.monoid import Monoid, concatenate_rows, statistic
 from ._reductions.reduction import accumulation_dtype
 from ._tracing.context import row_numbers
@@ -40,7 +40,7 @@ def mean(x: Any) -> Monoid:
       >>> round(float(synk.function(synk.stats.mean)(np.arange(5.0))), 4)
       2.0
     """
-    return _of_spread(x, statistics.mean)
+    return _of_spread(x, _mean)
 
 
 def var(x: Any, ddof: int = 0) -> Monoid:
@@ -61,7 +61,7 @@ def var(x: Any, ddof: int = 0) -> Monoid:
       >>> float(synk.function(synk.stats.var)(x))
       1.25
     """
-    return _of_spread(x, statistics.var, ddof=ddof)
+    return _of_spread(x, _var, ddof=ddof)
 
 
 def std(x: Any, ddof: int = 0) -> Monoid:
@@ -79,7 +79,7 @@ def std(x: Any, ddof: int = 0) -> Monoid:
       >>> float(synk.function(synk.stats.std)(np.array([1.0, 3.0, 1.0, 3.0])))
       1.0
     """
-    return _of_spread(x, statistics.std, ddof=ddof)
+    return _of_spread(x, _std, ddof=ddof)
 
 
 def moments(x: Any) -> Monoid:
@@ -96,7 +96,7 @@ def moments(x: Any) -> Monoid:
       >>> [round(float(m), 4) for m in synk.function(synk.stats.moments)(np.arange(3.0))]
       [1.0, 0.6667]
     """
-    return _of_spread(x, statistics.moments)
+    return _of_spread(x, _moments)
 
 
 def cov(x: Any, ddof: int = 1) -> Monoid:
@@ -114,13 +114,13 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
       >>> synk.function(synk.stats.cov)(np.array([[0.0, 1.0], [2.0, 5.0]])).tolist()
       [[2.0, 4.0], [4.0, 8.0]]
     """
-    x = statistics.rows_of(x, "cov")
+    x = _rows_of(x, "cov")
     if x.ndim != 2:
         raise ValueError(f"synk.stats.cov: x has shape {x.shape}; give rows of columns, two dimensions.")
-    means, off = statistics.centered(x)
+    means, off = _centered(x)
     state = means | {"products": off.T @ off.conj()}
-    finish = partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
-    return statistic(state, statistics.merge_products, finish)
+    finish = partial(_cov, ddof=ddof, dtype=_real_like(x))
+    return statistic(state, _merge_products, finish)
 
 
 def logsumexp(x: Any) -> Monoid:
@@ -137,11 +137,11 @@ def logsumexp(x: Any) -> Monoid:
       >>> f"{synk.function(synk.stats.logsumexp)(np.array([100.0, 100.0])):.3f}"
       '100.693'
     """
-    x = statistics.rows_of(x, "logsumexp")
+    x = _rows_of(x, "logsumexp")
     wide = x.astype(accumulation_dtype(x.dtype, "mean"))
     most = wide.max(0, keepdims=True)
-    state = {"most": most[0], "sum": jnp.exp(wide - statistics.finite(most)).sum(0)}
-    return statistic(state, statistics.merge_exponentials, partial(statistics.logsumexp, dtype=statistics.real_like(x)))
+    state = {"most": most[0], "sum": jnp.exp(wide - _finite(most)).sum(0)}
+    return statistic(state, _merge_exponentials, partial(_logsumexp, dtype=_real_like(x)))
 
 
 def argmax(x: Any) -> Monoid:
@@ -203,9 +203,9 @@ def top_k(x: Any, k: int) -> Monoid:
         raise ValueError(f"synk.stats.top_k: x has shape {x.shape}; give one number a row.")
     k = checked_integer(k, "synk.stats.top_k: k", 1)
     values, rows = jnp.pad(x, (0, k)), jnp.pad(rows, (0, k), constant_values=-1)
-    merge = partial(statistics.merge_largest, k=k)
+    merge = partial(_merge_largest, k=k)
     finish = itemgetter("value", "row")
-    return statistic(statistics.largest(values, rows, k), merge, finish, least_rows=k)
+    return statistic(_largest(values, rows, k), merge, finish, least_rows=k)
 
 
 def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) -> Monoid:
@@ -228,7 +228,7 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
       >>> [part.tolist() for part in count(np.array([0.1, 0.5, 0.9, 7.0]))]
       [[1, 2], [0.0, 0.5, 1.0]]
     """
-    x = statistics.rows_of(x, "histogram")
+    x = _rows_of(x, "histogram")
     _refuse_traced("histogram", "bins", bins)
     _refuse_traced("histogram", "range", range)
     if np.ndim(bins) == 0 and range is None:
@@ -237,10 +237,8 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
     edges = np.histogram_bin_edges(like, bins, range)
     if not jnp.issubdtype(x.dtype, np.integer):
         edges = edges.astype(narrow(np.result_type(like.dtype, edges.dtype)))
-    counts = statistics.counted(statistics.places(x.ravel(), edges), len(edges) - 1)
-    return statistic(
-        counts, statistics.merge_counts, lambda counts: (counts, jnp.asarray(edges, jnp.result_type(float)))
-    )
+    counts = _counted(_places(x.ravel(), edges), len(edges) - 1)
+    return statistic(counts, _merge_counts, lambda counts: (counts, jnp.asarray(edges, jnp.result_type(float))))
 
 
 def bincount(x: Any, length: int) -> Monoid:
@@ -259,7 +257,7 @@ def bincount(x: Any, length: int) -> Monoid:
       [1, 0, 2]
     """
     _refuse_traced("bincount", "length", length)
-    return statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), statistics.merge_counts)
+    return statistic(_counted(_integers_of(x, "bincount"), length), _merge_counts)
 
 
 def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
@@ -281,13 +279,13 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
       [[1, 0], [1, 1]]
     """
     _refuse_traced("confusion", "classes", classes)
-    true, predicted = statistics.integers_of(labels, "confusion"), statistics.integers_of(predictions, "confusion")
+    true, predicted = _integers_of(labels, "confusion"), _integers_of(predictions, "confusion")
     if true.shape != predicted.shape:
         raise ValueError(f"synk.stats.confusion: labels have shape {true.shape}, predictions {predicted.shape}.")
     is_class = (true >= 0) & (true < classes) & (predicted >= 0) & (predicted < classes)
     place = jnp.where(is_class, true * classes + predicted, -1)
-    counts = statistics.counted(place, classes * classes).reshape(classes, classes)
-    return statistic(counts, statistics.merge_counts)
+    counts = _counted(place, classes * classes).reshape(classes, classes)
+    return statistic(counts, _merge_counts)
 
 
 def quantile(x: Any, q: Any) -> Monoid:
@@ -309,14 +307,14 @@ def quantile(x: Any, q: Any) -> Monoid:
     wanted = np.asarray(q, np.float64)
     if not ((wanted >= 0) & (wanted <= 1)).all():
         raise ValueError(f"synk.stats.quantile: q is {shown(q)}; give numbers from 0 to 1.")
-    finish = partial(statistics.quantile, q=wanted)
-    return statistic(statistics.rows_of(x, "quantile"), concatenate_rows, finish)
+    finish = partial(_quantile, q=wanted)
+    return statistic(_rows_of(x, "quantile"), concatenate_rows, finish)
 
 
 def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
     """Make a statistic that `finish` computes from count, mean and squares."""
-    finish_it = partial(finish, dtype=statistics.real_like(x), **options)
-    return statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
+    finish_it = partial(finish, dtype=_real_like(x), **options)
+    return statistic(_spread(x, finish.__name__[1:]), _merge_spreads, finish_it)
 
 
 def _refuse_traced(call: str, name: str, value: Any) -> None:
@@ -330,7 +328,7 @@ def _refuse_traced(call: str, name: str, value: Any) -> None:
 
 def _numbered(x: Any, name: str) -> tuple[jax.Array, jax.Array]:
     """Return the rows and their numbers; raise ValueError if the array has another number of rows."""
-    x, rows = statistics.rows_of(x, name), row_numbers()
+    x, rows = _rows_of(x, name), row_numbers()
     if x.shape[:1] != rows.shape:
         raise ValueError(
             f"synk.stats.{name}: x has shape {x.shape} for {rows.size} rows. Give it an entry a row; reshape the array "
@@ -343,5 +341,217 @@ def _extreme(x: Any, name: str, is_min: bool) -> Monoid:
     x, rows = _numbered(x, name)
     at = (jnp.argmin if is_min else jnp.argmax)(x, axis=0)
     value = jnp.take_along_axis(x, at[None], axis=0)[0]
-    merge = partial(statistics.merge_extreme, is_min=is_min)
+    merge = partial(_merge_extreme, is_min=is_min)
     return statistic({"value": value, "row": rows[at]}, merge, itemgetter("row"))
+
+
+# States, their merges, and the answers made of them. Means and squares merge by the formulas of Chan, Golub and LeVeque
+# (1982, doi:10.1007/978-3-642-51461-6_3), which stay exact for data far from 0.
+
+_State = dict[str, jax.Array]
+
+
+def _rows_of(x: Any, name: str) -> jax.Array:
+    """Return an array of rows, with booleans as integers. Raise ValueError for a scalar."""
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError(f"synk.stats.{name}: a scalar has no rows; give an array, rows first.")
+    return x.astype(jnp.int32) if x.dtype == np.bool_ else x
+
+
+def _integers_of(x: Any, name: str) -> jax.Array:
+    """Return rows of integers as int32. Raise TypeError for other dtypes."""
+    x = _rows_of(x, name)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"synk.stats.{name}: it counts integers, but this array has dtype {x.dtype}.")
+    if jnp.can_cast(x.dtype, np.int32):
+        return x.astype(jnp.int32)
+    # Numbers beyond int32 are counted in no bin, and must not wrap around into one.
+    return jnp.where((x >= 0) & (x <= np.iinfo(np.int32).max), x.astype(jnp.int32), -1)
+
+
+def _real_like(x: Any) -> Any:
+    """Return the dtype of a mean of numbers."""
+    dtype = jnp.asarray(x).dtype
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+
+
+def _rows_in_words(rows: int) -> jax.Array:
+    """Write a number of rows, which int32 may not hold, as a multiple of 2**30 and a rest."""
+    return jnp.array([rows >> 30, rows % 2**30], jnp.int32)
+
+
+def _add_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+    high, low = a + b
+    return jnp.stack([high + (low >> 30), low % 2**30])
+
+
+def _number_of(rows: jax.Array, dtype: Any, ddof: int = 0) -> jax.Array:
+    high, low = rows
+    return high.astype(dtype) * 2**30 + (low - ddof).astype(dtype)
+
+
+def _centered(x: jax.Array) -> tuple[_State, jax.Array]:
+    """Return the number and the mean of rows, and the distance of each row from the mean."""
+    wide, shift = _shifted(x, accumulation_dtype(x.dtype, "mean"))
+    # A second number holds the bits of the mean that the first has no room for.
+    center = wide.mean(0, keepdims=True)
+    rest = jnp.where(jnp.isfinite(center), (wide - center).mean(0, keepdims=True), 0)
+    off = wide - center - rest
+    if shift is not None:
+        center, lost = _two_sum(shift, center)
+        rest += lost
+    return {"rows": _rows_in_words(len(x)), "mean": center[0], "rest": rest[0]}, off
+
+
+def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Return rows in a float dtype, minus a shift. Only integers with more bits than the dtype need one."""
+    if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).bits <= jnp.finfo(dtype).nmant:
+        return x.astype(dtype), None
+    half = jnp.iinfo(x.dtype).bits // 2
+    high, low = (x >> half).astype(dtype), (x & (2**half - 1)).astype(dtype)
+    has_room = jnp.abs(high).max(0, keepdims=True) < 2 ** (jnp.finfo(dtype).nmant + 1 - half)
+    about = jnp.where(has_room, 0, jnp.round(high.mean(0, keepdims=True)))
+    return (high - about) * 2**half + low, about * 2**half
+
+
+def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a sum and its rounding error, which is exact: https://en.wikipedia.org/wiki/2Sum."""
+    whole = a + b
+    back = whole - a
+    return whole, (a - (whole - back)) + (b - back)
+
+
+def _spread(x: Any, name: str) -> _State:
+    means, off = _centered(_rows_of(x, name))
+    return means | {"squares": (jnp.abs(off) ** 2).sum(0)}
+
+
+def _merge_means(a: _State, b: _State) -> tuple[_State, jax.Array, jax.Array]:
+    """Merge the numbers and means of two states.
+
+    Returns:
+      The merged numbers and mean, the distance of the two means, and its weight in the sum of squares.
+    """
+    rows = _add_rows(a["rows"], b["rows"])
+    of_a, of_b, of_all = (_number_of(words, a["mean"].real.dtype) for words in (a["rows"], b["rows"], rows))
+    share = of_b / of_all
+    apart = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
+    more = a["rest"] + apart * share.astype(apart.dtype)
+    _mean, rest = _two_sum(a["mean"], more)
+    of_both = a["mean"] * (1 - share).astype(_mean.dtype) + b["mean"] * share.astype(_mean.dtype)
+    # The difference of two means may be infinite or overflow. Then the weighted sum is right.
+    is_fine = jnp.isfinite(_mean)
+    means = {"rows": rows, "mean": jnp.where(is_fine, _mean, of_both), "rest": jnp.where(is_fine, rest, 0)}
+    return means, apart, of_a * share
+
+
+def _merge_spreads(a: _State, b: _State) -> _State:
+    means, apart, weight = _merge_means(a, b)
+    return means | {"squares": a["squares"] + b["squares"] + jnp.abs(apart) ** 2 * weight}
+
+
+def _merge_products(a: _State, b: _State) -> _State:
+    means, apart, weight = _merge_means(a, b)
+    between = jnp.outer(apart, apart.conj()) * weight.astype(apart.dtype)
+    return means | {"products": a["products"] + b["products"] + between}
+
+
+def _mean(state: _State, dtype: Any) -> jax.Array:
+    return (state["mean"] + state["rest"]).astype(dtype)
+
+
+def _var(state: _State, ddof: int, dtype: Any) -> jax.Array:
+    squares = state["squares"]
+    return (squares / _number_of(state["rows"], squares.dtype, ddof)).astype(jnp.finfo(dtype).dtype)
+
+
+def _std(state: _State, ddof: int, dtype: Any) -> jax.Array:
+    return jnp.sqrt(_var(state, ddof, dtype))
+
+
+def _moments(state: _State, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return _mean(state, dtype), _var(state, 0, dtype)
+
+
+def _cov(state: _State, ddof: int, dtype: Any) -> jax.Array:
+    products = state["products"]
+    return (products / _number_of(state["rows"], products.dtype, ddof)).astype(dtype)
+
+
+def _finite(most: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(most), most, 0)
+
+
+def _merge_exponentials(a: _State, b: _State) -> _State:
+    most = jnp.maximum(a["most"], b["most"])
+    # A state of nothing but -inf adds nothing, however small the numbers of the other state are.
+    gaps = (jnp.where(s["most"] == -jnp.inf, -jnp.inf, _finite(s["most"]) - _finite(most)) for s in (a, b))
+    of_a, of_b = (s["sum"] * jnp.exp(gap) for s, gap in zip((a, b), gaps, strict=True))
+    return {"most": most, "sum": of_a + of_b}
+
+
+def _logsumexp(state: _State, dtype: Any) -> jax.Array:
+    return (_finite(state["most"]) + jnp.log(state["sum"])).astype(dtype)
+
+
+def _merge_extreme(a: _State, b: _State, is_min: bool) -> _State:
+    """Take the state with the larger value, or with the smaller one. NaN wins, then the earlier of equal rows."""
+    is_beyond = b["value"] < a["value"] if is_min else b["value"] > a["value"]
+    nan_a, nan_b = jnp.isnan(a["value"]), jnp.isnan(b["value"])
+    is_equal = (a["value"] == b["value"]) | (nan_a & nan_b)
+    takes = (is_beyond & ~nan_a) | (nan_b & ~nan_a) | (is_equal & (b["row"] < a["row"]))
+    return jax.tree.map(lambda x, y: jnp.where(takes, y, x), a, b)
+
+
+def _largest(values: jax.Array, rows: jax.Array, k: int) -> _State:
+    """Return the k largest values, NaN first. Of equal values the first rows win; negative rows are fillers."""
+    is_nan = jnp.isnan(values)
+    falling = jnp.where(is_nan, 0, -values) if jnp.issubdtype(values.dtype, jnp.floating) else ~values
+    order = jnp.lexsort((rows, falling, ~is_nan, rows < 0))[:k]
+    return {"value": values[order], "row": rows[order]}
+
+
+def _merge_largest(a: _State, b: _State, k: int) -> _State:
+    both = concatenate_rows(a, b)
+    return _largest(both["value"], both["row"], k)
+
+
+def _places(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """Return the bin of each number, in the dtype of the edges: -1 before all bins, their number after all."""
+    if jnp.issubdtype(x.dtype, np.integer):
+        return _places_of_integers(x, edges)
+    x = x.astype(edges.dtype)
+    place = jnp.searchsorted(jnp.asarray(edges), x, side="right") - 1
+    return jnp.where(x == edges[-1], len(edges) - 2, place)
+
+
+def _places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """Return the bin of each integer, which compares exactly with edges that its dtype does not have."""
+    limits = jnp.iinfo(x.dtype)
+    at_least = [edge if np.isinf(edge) else math.ceil(edge) for edge in edges.tolist()]
+    below = sum(edge <= limits.min for edge in at_least)
+    inside = np.array([edge for edge in at_least[below:] if edge <= limits.max], x.dtype)
+    place = jnp.full(x.shape, below - 1)
+    if len(inside):
+        place += jnp.searchsorted(jnp.asarray(inside), x, side="right")
+    last = edges[-1].item()
+    is_last = x == np.asarray(int(last), x.dtype) if limits.min <= last <= limits.max and last == int(last) else False
+    return jnp.where(is_last, len(edges) - 2, place)
+
+
+def _counted(place: jax.Array, length: int) -> jax.Array:
+    """Count the entries of each bin. Counts saturate at the largest integer."""
+    place, dtype = place.ravel(), jnp.result_type(int)
+    place = jnp.where((place >= 0) & (place < length), place, length)
+    # Unsigned counts have room for a part of 2**32 - 1 rows.
+    counts = jnp.zeros(length, f"u{dtype}").at[place].add(1, mode="drop")
+    return jnp.minimum(counts, jnp.iinfo(dtype).max).astype(dtype)
+
+
+def _merge_counts(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a + jnp.minimum(b, jnp.iinfo(a.dtype).max - a)
+
+
+def _quantile(rows: jax.Array, q: np.ndarray) -> jax.Array:
+    return jnp.quantile(rows.astype(_real_like(rows)), jnp.asarray(q, jnp.result_type(float)), axis=0)

@@ -10,13 +10,12 @@ import numpy as np
 
 from .._base.units import size_text
 from .._runtime.dispatch import drain
-from .._runtime.executable import Executable, relayout
+from .._runtime.executable import Executable, relayout, translate_error
 from .._runtime.group import Group
 from .._runtime.layout import put
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .execute import ReadyCall, execute
-from .failures import translate_error
 from .parts import split_into_launches
 from .plan import CallPlan, Site, SliceChoice, Traced
 from .rows import Rows

@@ -13,11 +13,10 @@ from jax import lax
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
 from .._reductions.collectives import all_gather
-from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import Constant
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import GroupAsOne
+from .._runtime.group import GroupAsOne, axis_named, replica_axis
 from .._runtime.layout import Layout, Layouts, layouts
 from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout

@@ -19,9 +19,8 @@ from .._data.feed import SENT
 from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
-from .._reductions.results import ResultSpec
-from .._runtime.axis import axis_named, replica_axis
-from .._runtime.group import Group
+from .._reductions.outputs import ResultSpec
+from .._runtime.group import Group, axis_named, replica_axis
 from .._runtime.layout import Layout, put
 from .binding import AUTO, BoundArguments, CallOptions
 from .compiler import Compiler

@@ -13,13 +13,12 @@ from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
 from .._data.transfer import PartRows
 from .._runtime.dispatch import ignore_failure, uninterrupted
-from .._runtime.executable import Executable, relayout, translate_peer_errors
+from .._runtime.executable import FEWER_ROWS, Executable, NotFinite, relayout, translate_error, translate_peer_errors
 from .._runtime.group import Group
 from .._runtime.layout import constant
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
 from .._variables.views import View
-from .failures import FEWER_ROWS, NotFinite, translate_error
 from .leaves import stack_leaves
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, Form, SliceChoice

@@ -15,9 +15,8 @@ import numpy as np
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import warn
 from .._data.transfer import PartRows
-from .._reductions.outputs import OutputSpec
-from .._reductions.results import ResultSpec
-from .._runtime.executable import Executable
+from .._reductions.outputs import OutputSpec, ResultSpec
+from .._runtime.executable import Executable, translate_error
 from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import Layout
 from .._tracing.fingerprint import without_objects
@@ -26,7 +25,6 @@ from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
 from .._variables.views import View, view_from, view_of_shapes
 from .compiler import Compiler
-from .failures import translate_error
 from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
 from .repeat import COMMUNICATES, RunsAlone, why_alone

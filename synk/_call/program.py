@@ -16,7 +16,7 @@ from jax import lax
 
 from .._base.partition import RowRange, split_rows
 from .._data.overlap import fill_beyond, halo_of
-from .._reductions.outputs import OutputSpec
+from .._reductions.outputs import OutputSpec, ResultSpec, result_spec
 from .._reductions.reduction import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -26,10 +26,9 @@ from .._reductions.reduction import (
     constant_unless,
     prepare_part,
 )
-from .._reductions.results import ResultSpec, result_spec
-from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import resolve
 from .._runtime.engine import divided
+from .._runtime.group import axis_named, replica_axis
 from .._runtime.layout import Layout
 from .._runtime.shards import Shard, shard_shape, sum_to_shards, whole
 from .._tracing.context import stateless

@@ -16,7 +16,7 @@ from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN
-from .._runtime.axis import AXIS
+from .._runtime.group import AXIS
 from .binding import ArgumentBinder, ArgumentSpec, CallOptions
 
 

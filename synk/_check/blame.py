@@ -15,10 +15,9 @@ from .._call.kinds import prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._data.process_rows import ProcessLocalRows
-from .._runtime.axis import replica_axis
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
-from .._runtime.group import Group
+from .._runtime.group import Group, replica_axis
 from .._runtime.layout import Layout, layouts
 from .._variables.variable import Shared
 from .probe import ALL_KINDS, Kinds, Prober, kinds_of

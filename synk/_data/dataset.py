@@ -10,16 +10,14 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, checked_integer, public_api
+from .._base.errors import SynkError, checked_integer, public_api, refuse_use
 from .._base.pytree import as_keys, fitting, key_of, named, narrow
-from .._base.refusals import refuse_use
 from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.executable import relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout
-from .first_rows import index_within, read_within
 from .places import PLACES, Place, PlaceName, ReplicaRows
-from .sources import Reader, Source, as_number_dtype, as_rows, share_rows
+from .sources import Reader, Source, as_number_dtype, as_rows, index_within, read_within, share_rows
 
 T = TypeVar("T")
 

@@ -8,10 +8,9 @@ import numpy as np
 from jax import lax
 
 from .._base.partition import split_rows
-from .._runtime.axis import replica_axis
 from .._runtime.engine import Body
 from .._runtime.executable import Executable, ProgramSpec, run_collective
-from .._runtime.group import Group
+from .._runtime.group import Group, replica_axis
 from .._runtime.layout import Layouts, put
 
 # The data, and the index.

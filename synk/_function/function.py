@@ -21,7 +21,6 @@ from .._call.auto_slices import execute_fitting
 from .._call.binding import AUTO, OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
 from .._call.execute import ReadyCall, execute
-from .._call.failures import NotFinite
 from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site, site_of
@@ -33,6 +32,7 @@ from .._loops.per_launch import CallLists, launch_list, small_lists
 from .._loops.prefetch import Prefetch, Stopped
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
+from .._runtime.executable import NotFinite
 from .._runtime.group import Group, current_group
 from .._tracing.context import current_trace
 from .._variables.variable import Shared

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from .._base.errors import refuse_use
 from .._base.pytree import PyTree, first_change
-from .._base.refusals import refuse_use
 from .reduction import REDUCTIONS, OutputLeaf, constant_unless
 from .tree import fold_by_tree
 

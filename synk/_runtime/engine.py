@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .axis import AXIS, axis_named, replica_axis
-from .group import Group, GroupAsOne
+from .group import AXIS, Group, GroupAsOne, axis_named, replica_axis
 from .layout import Layouts
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]

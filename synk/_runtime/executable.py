@@ -1,6 +1,7 @@
 """Executable: the programs of a group: lower, agree on, compile and launch them."""
 
 import os
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from time import perf_counter
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
+from .._base.errors import SynkError
+from .._base.jax_context import checks_floats
 from .._base.pytree import bits_of
-from .axis import axis_named, replica_axis
-from .compilation_cache import noticed_hits
 from .constants import Constant
 from .dispatch import (
     IN_FLIGHT,
@@ -31,7 +33,7 @@ from .dispatch import (
     wait_for_capacity,
 )
 from .engine import Body, spmd
-from .group import Group
+from .group import Group, axis_named, replica_axis
 from .layout import (
     Layout,
     Layouts,
@@ -346,3 +348,41 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
         parts = from_bits(bits, jnp.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
     return jax.lax.bitcast_convert_type(bits.astype(f"uint{bits_of(dtype)}"), dtype)
+
+
+@contextmanager
+def noticed_hits() -> Generator[list[str]]:
+    """Collect an entry for each program that this thread takes from the cache, and does not compile."""
+    hits: list[str] = []
+    thread = threading.get_ident()
+
+    def listen(event: str, **_: Any) -> None:
+        # Recorded in the thread that compiles: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
+        if event == "/jax/compilation_cache/cache_hits" and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+FEWER_ROWS = "Run it with num_slices=2 or more, which needs the memory of one slice."
+
+
+class NotFinite(FloatingPointError):
+    """Error of a call whose numbers are not finite, which its function or the user's options refuse."""
+
+
+def translate_error(error: Exception, name: str, advice: str = FEWER_ROWS) -> Exception:
+    """Return JAX's error about a launch in words that name the function; other errors unchanged."""
+    if isinstance(error, SynkError):
+        return error
+    if checks_floats() and type(error).__name__ == "InternalFloatingPointError":
+        return NotFinite(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
+    # XLA says "Out of memory" where the host has no more.
+    if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
+        first = str(error).splitlines()[0]
+        return MemoryError(f"{name}: {first} {advice}")
+    return error

@@ -5,7 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from traceback import walk_stack
@@ -14,12 +23,37 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
-from .axis import AXIS
 from .dispatch import CPU_CAN_WEDGE, LOCK, call_in_helpers
+
+# Its name in every group's mesh.
+AXIS = "replica"
+
+_name = ContextVar("name of the replicas' axis", default=AXIS)
+
+
+def replica_axis() -> str:
+    """Return the name of the replicas' axis in the function or program that is traced around this line."""
+    return _name.get()
+
+
+@contextmanager
+def axis_named(name: str) -> Generator[None]:
+    """Trace functions and programs, inside a `with` block, in which the replicas' axis has this name."""
+    token = _name.set(name)
+    try:
+        yield
+    finally:
+        _name.reset(token)
+
 
 # JAX exports the class without a type.
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]

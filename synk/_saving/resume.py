@@ -13,13 +13,13 @@ import numpy as np
 
 from .._base.errors import Preempted, SynkError, public_api, shown
 from .._distributed.preemption import ask_from, is_told_to_stop, listen_no_more, questions_asked
-from .folder_lock import FolderLock, made
-from .meetings import Meetings
 from .._loops.prefetch import check_iterable, length
 from .._variables.variable import Shared
 from .checkpoint import Folder, check_keep, check_variables, checked_extra, common_group, load_together, save_together
 from .checkpoint_files import WRITER, Checkpoint, read, write
+from .folder_lock import FolderLock, made
 from .left_out import counter_of, leave_out
+from .meetings import Meetings
 
 _END = object()
 

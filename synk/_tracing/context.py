@@ -15,9 +15,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree, check_key
-from .._runtime.axis import AXIS
 from .._runtime.dispatch import LOCK, retire_finished
-from .._runtime.group import current_group
+from .._runtime.group import AXIS, current_group
 
 _local = threading.local()
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.

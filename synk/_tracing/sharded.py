@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from .._runtime.axis import replica_axis
+from .._runtime.group import replica_axis
 from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
 from .equations import ELEMENTWISE, called_by
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._base.pytree import PyTree, as_keys
-from .._runtime.axis import axis_named, replica_axis
+from .._runtime.group import axis_named, replica_axis
 from .._runtime.shards import Shard
 from .captured import split, without_places
 from .context import TraceContext, tracing

@@ -14,10 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown, warn
+from .._base.errors import (
+    DivergedError,
+    PeerError,
+    SharedLostError,
+    SynkError,
+    in_a_line,
+    public_api,
+    refuse_use,
+    shown,
+    warn,
+)
 from .._base.jax_context import is_staged, is_traced
 from .._base.pytree import PyTree, abstract_array, as_data, as_keys
-from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
 from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.group import CURRENT, Group, current_group

@@ -21,10 +21,10 @@ from .._call.execute import run
 from .._call.parts import spare_rows
 from .._data.dataset import data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather
-from .._runtime.axis import replica_axis
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
+from .._runtime.group import replica_axis
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._tracing.names import Names

@@ -13,7 +13,6 @@ from .._base.errors import public_api
 from .._base.units import seconds_text
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, execute_calls
-from .._call.failures import translate_error
 from .._call.kinds import prepare
 from .._call.plan import Site
 from .._call.repeat import RunsAlone
@@ -25,7 +24,7 @@ from .._check.serial import Runner
 from .._explain.explain import Rehearsal, copied_states, rehearse
 from .._reductions.wire import WireName
 from .._runtime.dispatch import LOCK, drain
-from .._runtime.executable import translate_peer_errors
+from .._runtime.executable import translate_error, translate_peer_errors
 from ..errors import DisagreementError, LawError, PeerError
 from ..train import Step
 from ..train.model import checked_number

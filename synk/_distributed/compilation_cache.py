@@ -1,22 +1,14 @@
-"""Compilation cache: keep compiled programs in a folder, JAX's persistent cache, and notice which came from there."""
+"""Compilation cache: keep compiled programs in a folder, JAX's persistent cache."""
 
 import os
 import tempfile
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 from .._base.errors import shown
 from .._base.jax_context import config
-
-# Recorded in the thread that compiles: https://docs.jax.dev/en/latest/persistent_compilation_cache.html
-_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def checked_folder(cache: Any, call: str) -> str | None:
@@ -57,20 +49,3 @@ def use_folder(folder: str | None) -> None:
     if is_changed:
         # JAX reads the option once, when it first compiles.
         compilation_cache.reset_cache()
-
-
-@contextmanager
-def noticed_hits() -> Generator[list[str]]:
-    """Collect an entry for each program that this thread takes from the cache, and does not compile."""
-    hits: list[str] = []
-    thread = threading.get_ident()
-
-    def listen(event: str, **_: Any) -> None:
-        if event == _HIT and threading.get_ident() == thread:
-            hits.append(event)
-
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
