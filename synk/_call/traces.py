@@ -167,13 +167,17 @@ class CallTraces:
         except (NameError, NoAxisError) as error:
             refused, whole = _refused_axis(request, self.function, error)
             if not self._runs_as_one(whole):
-                raise ValueError(refused) from error
+                raise ValueError(refused + self._or_jit(whole)) from error
             if whole is not None:
                 self._record(whole)
-            raise NeedsAllRows(refused) from error
+            raise NeedsAllRows(refused + self._or_jit(whole)) from error
         except (TypeError, ValueError) as error:
             _add_notes(error, arguments, seen)
             raise
+        if missing := [name for name, rank in traced.named.items() if rank >= self.group.size]:
+            size = self.group.size
+            why = "so it has no serial run" if size == 1 else f"of which {size} run it"
+            raise ValueError(f"{request.sees.name}: it names replicas ({', '.join(missing)}), {why}.")
         self._record(traced)
         return traced
 
@@ -188,6 +192,21 @@ class CallTraces:
         # One replica has rank 0 and size 1.
         tells_size = bool(traced.uses_rank - (TELLING_ROWS_APART - _EXCHANGES)) or traced.uses_size
         return not (tells_size or any(v._spec.storage.is_sharded for v in traced.variables))
+
+    def _or_jit(self, traced: TracedFunction | None) -> str:
+        """Name engine="jit" as a cure, where it would run this call."""
+        function, call = self.function, self.call
+        if function.needs_parts or function.of_one_row or call.is_over or call.is_sliced or call.block is not None:
+            return ""
+        if call.held_index is not None or any(call.arguments.overlaps) or not call.has_rows:
+            return ""
+        if traced is not None and (
+            any(traced.named.values())
+            or any(v._spec.storage.is_sharded for v in traced.variables)
+            or any(self.holds_rows(v) for v, _ in traced.writes)
+        ):
+            return ""
+        return f' {function.made_by}(..., engine="jit") takes any number.'
 
     def _record(self, traced: TracedFunction) -> None:
         """Note the variables and the fingerprint of a trace."""
@@ -206,7 +225,7 @@ class CallTraces:
         if isinstance(self.group, GroupAsOne) and function.engine != "jit" and not self._runs_as_one(traced):
             raise ValueError(
                 f"{function.name}: it communicates, and asks for its rank or the number of replicas, so rows must "
-                f'divide. Give rows that do, or {function.made_by}(..., engine="jit").'
+                f"divide. Give rows that do.{self._or_jit(traced)}"
             )
         for variable, slices in traced.writes:
             if variable._spec.storage.is_sharded:
@@ -290,8 +309,8 @@ class CallTraces:
         if tells_size and isinstance(self.group, GroupAsOne) and function.engine != "jit":
             raise ValueError(
                 f"{function.name}.then: it communicates, or asks for its rank or the number of replicas, but rows that "
-                f"do not divide run as one replica, since {function.name} communicates. Give rows that divide, or "
-                f'{function.made_by}(..., engine="jit").'
+                f"do not divide run as one replica, since {function.name} communicates. Give rows that "
+                f"divide.{self._or_jit(traced)}"
             )
         return traced, [arguments.broadcast.index(place) for place in places]
 
@@ -335,14 +354,14 @@ def _refused_axis(
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
             f'{function.made_by}(..., axis_name="{match[1]}").'
         ) from error
-    if "axis_index" in str(error) and not function.of_one_row:
+    with suppress(Exception):
+        # With the axis JAX traces all of it, and shows where it communicates.
+        traced = trace(replace(request, sees=replace(sees, has_axis=True)))
+    if traced is not None and traced.over_axis == {"axis_index"} and not function.of_one_row:
         raise ValueError(
             f"{sees.name}: it calls jax.lax.axis_index({match[1]!r}), which takes as many rows on every replica. Use "
             f"synk.rank(), which takes any number."
         ) from error
-    with suppress(Exception):
-        # With the axis JAX traces all of it, and shows where it communicates.
-        traced = trace(replace(request, sees=replace(sees, has_axis=True)))
     if not (traced is None or traced.communicates or function.of_one_row):
         raise ValueError(
             f"{sees.name}: it counts the replicas, as jax.lax.psum(1, {match[1]!r}) does, which takes as many rows "
@@ -377,8 +396,7 @@ def _instead_of_communicating(function: FunctionSpec, call: CallSpec, replicas: 
     if sizes[-1] - sizes[0] > 1:  # rows that lie on the replicas already
         return "give a number of rows that divides."
     counts = " or ".join(str(replicas * rows) for rows in sizes if rows)
-    other = "" if function.needs_parts else f' {function.made_by}(..., engine="jit") takes any number.'
-    return f"give {counts} rows, which divide.{other}"
+    return f"give {counts} rows, which divide."
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:

@@ -71,7 +71,8 @@ class TracedFunction:
       has_effects: whether it prints or the like, so that a part must run once.
       has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
       draws_by_rbg: whether it draws by a generator whose numbers under `jax.vmap` depend on the other keys.
-      communicates: whether it names the axis of the replicas.
+      over_axis: the primitives that name the axis of the replicas.
+      named: the highest rank that each primitive names, of those that name replicas by number.
       communicates_at_top: whether it does so outside loops and branches too.
       has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
       narrowest: the narrowest dtype of the floats that it computes.
@@ -92,12 +93,18 @@ class TracedFunction:
     has_effects: bool
     has_callbacks: bool
     draws_by_rbg: bool
-    communicates: bool
+    over_axis: frozenset[str]
+    named: dict[str, int]
     communicates_at_top: bool
     has_convolution: bool
     narrowest: np.dtype | None
     flops: Callable[[Sequence[int]], int]
     fingerprint: Hashable
+
+    @property
+    def communicates(self) -> bool:
+        """Tell whether it names the axis of the replicas."""
+        return bool(self.over_axis)
 
 
 def trace(request: TraceRequest) -> TracedFunction:
@@ -140,7 +147,8 @@ def _trace(request: TraceRequest) -> TracedFunction:
         # What names the axis of the replicas has an effect too.
         has_callbacks="pure_callback" in names or any(type(e).__name__ != "NamedAxisEffect" for e in closed.effects),
         draws_by_rbg=any(map(draws_by_rbg, all_equations)),
-        communicates=bool(over_axis),
+        over_axis=frozenset(e.primitive.name for e in over_axis),
+        named={e.primitive.name: max(ranks) for e in over_axis if (ranks := jax.tree.leaves(_ranks_in(e)))},
         communicates_at_top=bool(over_axis) and any(map(is_over_axis, equations(closed.jaxpr.eqns, is_at_top=True))),
         has_convolution="conv_general_dilated" in names,
         narrowest=narrowest_float(all_equations),
@@ -172,6 +180,11 @@ def _run_traced(
     # jax.jit makes JAX's errors name the user's function and its arguments. Inlined, it leaves no equation behind, but
     # then all equations seem to come from this line.
     return jax.jit(named, inline=not request.keeps_lines)(*args, **kwargs)
+
+
+def _ranks_in(equation: Any) -> Any:
+    """Return a tree of the ranks that an equation over the replicas' axis names."""
+    return equation.params.get("perm"), equation.params.get("axis_index_groups")
 
 
 def _tells_ranks_apart(equation: Any) -> bool:
