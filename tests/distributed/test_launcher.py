@@ -187,8 +187,6 @@ def test_launch_refuses(capsys, options):
         (["--nodes", "2", "--node-rank", "2", "--coordinator", "a:1", "script.py"], "give 0 to 1"),
         (["--nodes", "2", "script.py"], "--nodes needs --coordinator HOST:PORT"),
         (["--coordinator", "here", "script.py"], "--coordinator is 'here'; give HOST:PORT"),
-        (["--memory-folder", "/nowhere", "script.py"], "--memory-folder is /nowhere; give a folder that exists"),
-        (["--memory-folder", __file__, "script.py"], "give a folder that exists"),
         (["--logz", "here", "script.py"], "unrecognized arguments: --logz\n"),
         (
             ["--elastic", "--min", "2", "script.py"],
