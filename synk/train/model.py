@@ -202,10 +202,10 @@ class TrainingModel:
         self.options = options._replace(params=self.params, state=self.state)
         self.signature = self._signature_of_rows(call)
 
-    def _variables_of_wire(self, wire: str | GradientSum | None, call: str) -> dict[str, Shared]:
+    def _variables_of_wire(self, wire: Any, call: str) -> dict[str, Shared]:
         """Return the variables that a wire keeps between steps, by name."""
-        self._sum = None if wire is None or isinstance(wire, str) else wire.sum
-        if wire is None or isinstance(wire, str):
+        self._sum: Callable[..., PyTree] | None = wire.sum if is_sum(wire) else None
+        if self._sum is None:
             return {}
         shared_by_all, of_each = wire.variables(abstract_value(self.params))
         for variable in of_each.values():
@@ -371,11 +371,6 @@ def checked_step(options: StepOptions, call: str) -> StepOptions:
         raise ValueError(f'{call}: {option} is for parts of a batch, but engine="jit" runs all its rows as one.')
     if log is not None and not callable(log):
         raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
-    if not (wire is None or isinstance(wire, str) or is_sum(wire)):
-        raise TypeError(
-            f'{call}: wire {shown(wire)} is none of synk\'s; use "bf16", "int8" or None, or an object with the methods '
-            f"variables and sum, such as synk.contrib.PowerSGD."
-        )
     if not is_sum(wire):
         check_wire(wire, call)
     return options

@@ -642,14 +642,15 @@ def test_a_wire_of_ones_own(four, tmp_path):
     assert_close(step.params.value, plain.params.value, rtol=1e-4)
     step.check(*rows_of(7))
     assert int(step.variables["steps"].value) == 3
+    synk.save(tmp_path, step.variables, step=1)
+    expected = float(plain(*rows_of(7)))
     own = step.variables["own"]
     assert len({float(own.get_value(rank)) for rank in range(4)}) == 4
     synk.check_replicas(*step.variables.values())
-    synk.save(tmp_path, step.variables, step=1)
     with synk.simulate(3):
         again = synk.train.step(mean_loss, START, optax.adam(0.1), wire=Sums())
         synk.load(tmp_path, again.variables)
-        assert_close(again(*rows_of(7)), plain(*rows_of(7)), rtol=1e-4)
+        assert_close(again(*rows_of(7)), expected, rtol=1e-4)
 
 
 def test_a_wire_keeps_its_step(four):
@@ -659,5 +660,5 @@ def test_a_wire_keeps_its_step(four):
     step = synk.train.step(mean_loss, START, optax.sgd(0.1), wire=Sums())
     with pytest.raises(ValueError, match=r"has variables of its step; make another step"):
         step.with_options(wire="bf16")
-    with pytest.raises(TypeError, match=r"wire .* is none of synk's.*or an object with the methods variables and sum"):
+    with pytest.raises(TypeError, match=r"wire 3 is none of synk's"):
         synk.train.step(mean_loss, START, optax.sgd(0.1), wire=3)
