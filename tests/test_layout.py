@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # public modules beside the rooms.
 FLOORS = [
     {"_base"}, {"_runtime"}, {"_distributed", "_reductions", "_tracing"}, {"_data"}, {"_variables"}, {"_call"},
-    {"_check", "_explain", "_loops"}, {"_function"}, {"train", "_command"}, {""}, {"contrib"},
+    {"_check", "_explain", "_loops"}, {"_saving"}, {"_function"}, {"train", "_command"}, {""}, {"contrib"},
 ]  # fmt: skip
 NEIGHBOURS = set()
 GUIDE = (PACKAGE.parent / "docs/how_it_works.md").read_text()
@@ -112,7 +112,7 @@ def test_nothing_imports_contrib():
 PRIVATE = {
     "_local_steps":
         "._cures ._is_averaged ._spec ._state _base.errors.checked_integer _base.errors.public_api "
-        "_base.pytree.PyTree _data.prefetch.Prefetch _function.decorator.Inputs _reductions.collectives.all_sum "
+        "_base.pytree.PyTree _loops.prefetch.Prefetch _function.decorator.Inputs _reductions.collectives.all_sum "
         "_reductions.reduction.Op _runtime.dispatch.drain _runtime.dispatch.retire_finished "
         "_tracing.context.current_trace train.model.LeafKind train.model.StepOptions train.model.TrainingModel "
         "train.model.kinds_of",
@@ -120,26 +120,26 @@ PRIVATE = {
         "._refuse_if_absent _base.errors.public_api _base.partition.lengths_of _base.pytree.PyTree "
         "_reductions.outputs.is_whole _reductions.reduction.ELEMENTWISE _reductions.reduction.ElementwiseOp "
         "_reductions.reduction.Reduction _reductions.reduction.fold _reductions.reduction.reduction_of "
-        "_reductions.reduction.result_dtype _runtime.axis.replica_axis",
+        "_reductions.reduction.result_dtype _runtime.group.replica_axis",
     "_power_sgd": "_base.errors.checked_integer",
     "_scan":
         "._refuse_if_absent _base.errors.public_api _base.partition.lengths_of _base.pytree.PyTree "
         "_base.pytree.exactly _base.pytree.first_change _call.parts.fill_up _reductions.collectives.all_gather "
-        "_reductions.reduction.constant_unless _runtime.axis.replica_axis",
+        "_reductions.reduction.constant_unless _runtime.group.replica_axis",
     "_skeletons":
         "._cached ._key _base.errors.shown _base.jax_context.is_traced _base.jax_context.trace_options "
         "_base.partition.lengths_of _base.pytree.PyTree _base.pytree.SCALARS _base.pytree.key_of "
         "_base.pytree.narrow _base.pytree.refuse_sparse _base.pytree.to_jax _call.binding.told_apart "
         "_call.compose.in_blocks _call.compose.own_mesh _call.compose.place_traced _call.compose.run_inlined "
         "_call.execute.run _call.parts.spare_rows _data.dataset.data_of_replicas _data.dataset.resident "
-        "_data.dataset.source_of _reductions.collectives.all_gather _runtime.axis.replica_axis "
+        "_data.dataset.source_of _reductions.collectives.all_gather _runtime.group.replica_axis "
         "_runtime.dispatch.LOCK _runtime.engine.spmd _runtime.executable.Executable _runtime.executable.ProgramSpec "
         "_runtime.layout.layouts _tracing.context.current_trace _tracing.context.stateless _tracing.names.Names "
         "_variables.collectives.rows_held",
     "_tune":
         "._bind ._has_one_device ._is_multi_process ._options ._peers ._plans ._site ._spec _base.errors.public_api "
         "_base.units.seconds_text _call.binding.BoundArguments _call.binding.CallOptions _call.execute.Outcome "
-        "_call.execute.ReadyCall _call.execute.execute_calls _call.failures.translate_error _call.kinds.prepare "
+        "_call.execute.ReadyCall _call.execute.execute_calls _runtime.executable.translate_error _call.kinds.prepare "
         "_call.plan.Site _call.repeat.RunsAlone _call.several.Several _call.several.start_calls _call.spec.Repeat "
         "_check.check.check_wires _check.compare.Tolerance _check.compare.distance _check.serial.Runner "
         "_explain.explain.Rehearsal _explain.explain.copied_states _explain.explain.rehearse "

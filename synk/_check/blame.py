@@ -1,6 +1,6 @@
 """Blame: which row makes the first number that is not finite, where it ran, and by which line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -98,17 +98,19 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
         if rows is None or span is None:
             return Blame(after[0][0], probes=prober.probes) if after else None
-        names = _outputs_not_finite(site, bound, options)
-        what, are = (listed(names), "are" if names[1:] else "is") if names else ("it", "is")
         (first, last), line = (int(rows.numbers[row]) for row in span), prober.run_alone(range(span[0], span[1] + 1))[1]
-        return Blame(
-            f"{function.name}: {what} {are} not finite, but no row by itself is to blame: rows {first} to {last} of "
-            f"the inputs are, taken together (statistics across rows, sums that overflow), or every one of them"
-            + (f"; {line}" if line else "."),
-            line=line,
-            rows=(first, last),
-            probes=prober.probes,
-        )
+        what = _together(function.name, _outputs_not_finite(site, bound, options), (first, last), line)
+        return Blame(what, line=line, rows=(first, last), probes=prober.probes)
+
+
+def _together(function: str, names: Sequence[str], rows: tuple[int, int], line: str | None) -> str:
+    """Say that outputs are not finite by rows that are finite alone."""
+    what, are = (listed(names), "are" if names[1:] else "is") if names else ("it", "is")
+    said = (
+        f"{function}: {what} {are} not finite, but no row by itself is to blame: rows {rows[0]} to {rows[1]} of the "
+        f"inputs are, taken together (statistics across rows, sums that overflow), or every one of them"
+    )
+    return f"{said}; {line}" if line else f"{said}."
 
 
 def _refuse_rows(ready: ReadyCall, bound: BoundArguments) -> None:

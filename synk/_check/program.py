@@ -45,7 +45,7 @@ _LINES = LINES | {
 
 
 class ProgramReport:
-    """What a check of a program found, as text, as JSON and in fields.
+    """The findings of a check of a program, as text, as JSON and in fields.
 
     Attributes:
       table: for each leaf and number of rows (None where the program takes none), by the number of devices, how far

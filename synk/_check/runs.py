@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 class Program:
-    """Runs of a program by number of devices, number of rows and mode, each made once.
+    """A program, with its runs by number of devices, number of rows and mode, each made once.
 
     Modes: "" as it is; "x64" where the names of narrower floats mean float64; "again" compiled otherwise; "quiet" where
     draws inside `jax.shard_map` and `jax.pmap` are alike for all rows and keys.
@@ -199,7 +199,7 @@ def main() -> None:
             for module in (np, jnp):
                 for name in ("float32", "float16", "bfloat16"):
                     setattr(module, name, np.float64)
-        _write(*job)
+        _write(job, _watched_draws())
 
 
 def _serve(modules: Sequence[str]) -> None:
@@ -247,17 +247,15 @@ def _begin(job: Sequence[Any], environment: dict[str, str], draws: "_Draws") -> 
         jax.config.update(name.lower(), int(value) if value.isdigit() else value)
     code = 1
     try:
-        _write(*job, draws=draws)
+        _write(job, draws)
         code = 0
     finally:
         os._exit(code)
 
 
-def _write(
-    path: str, name: str, rows: int | None, mode: str, out: str, _: float, draws: "_Draws | None" = None
-) -> None:
+def _write(job: Sequence[Any], draws: "_Draws") -> None:
     """Run the program, and write down its leaves or its error."""
-    draws = draws or _watched_draws()
+    path, name, rows, mode, out, _ = job
     draws.is_quiet, draws.count = mode == "quiet", 0
     record: dict[str, Any] = {"error": None, "leaves": []}
     arrays: dict[str, np.ndarray] = {}

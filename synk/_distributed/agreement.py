@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 import zlib
 from collections.abc import (
@@ -24,23 +23,11 @@ from .._base.errors import (
     PeerError,
     SynkError,
 )
+from .._base.jax_context import is_checked
 from .._runtime.dispatch import retire_finished
 from .._runtime.group import Peers
 from .._runtime.layout import describe_shapes
 from . import coordinator as store
-
-
-def is_checked(check: str) -> bool:
-    """Tell whether `SYNK_CHECK`, a list with commas, names a check.
-
-    "law" compares the first call of each kind with the serial one; "calls", or "1", compares the calls of processes.
-    """
-    text = os.environ.get("SYNK_CHECK", "")
-    named = {word.strip().replace("1", "calls") for word in text.split(",")} - {"", "0"}
-    if not named <= {"law", "calls"}:
-        raise ValueError(f"SYNK_CHECK is {text!r} in the environment; give law, calls, or both with a comma.")
-    return check in named
-
 
 PATIENCE = 1.0  # seconds to wait for another process before looking why it keeps this one waiting
 

@@ -14,11 +14,11 @@ from typing import (
 import jax
 
 from .._base.errors import checked_integer, public_api, shown
+from .._base.jax_context import is_checked
 from .._base.pytree import PyTree
 from .._call.binding import ArgumentBinder
 from .._call.row_map import check_row_ops
 from .._call.spec import FunctionSpec, with_then
-from .._distributed.agreement import is_checked
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
