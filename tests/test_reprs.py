@@ -58,7 +58,7 @@ def test_steps(make):
     """Their variables, once."""
     step = make(loss, {"w": np.zeros((3, 2), np.float32)}, optax.sgd(0.1, 0.9))
     assert repr(step).startswith(
-        f"synk.train.{'step' if make is synk.train.step else make.__name__}(loss, Shared(params: "
+        f"synk.{'train.step' if make is synk.train.step else 'contrib.local_steps'}(loss, Shared(params: "
     )
     assert repr(step).count("Shared(params: float32[3, 2])") == 1
 

@@ -134,9 +134,9 @@ def test_trees_and_lists(four):
     v = holding(6)
     synk.scatter([w, v], [x, numbers(7)])
     assert_close(synk.gather([w, v], nd_up=0), [x, numbers(7)])
-    assert synk.contrib.synkhronos.get_lengths([w, v]) == [[3, 2, 2, 2], [2, 2, 2, 1]]
+    assert synk.contrib.synkhronos.get_lengths([w, v]) == ([3, 2, 2, 2], [2, 2, 2, 1])
     assert synk.contrib.synkhronos.get_shapes(w)[1] == {"x": (2, 2), "y": (2,)}
-    assert_close(synk.contrib.synkhronos.get_value(1, [w, v]), [{"x": x["x"][3:5], "y": x["y"][3:5]}, numbers(7)[2:4]])
+    assert_close([w.get_value(1), v.get_value(1)], [{"x": x["x"][3:5], "y": x["y"][3:5]}, numbers(7)[2:4]])
     synk.all_gather([w, v])
     assert_close([w.value, v.value], [x, numbers(7)])
 
@@ -500,7 +500,7 @@ ALL_OR_NONE = {
     "broadcast": lambda vs: synk.broadcast(vs, [np.ones((2, 2), np.float32), np.float32(1)]),
     "broadcast to few": lambda vs: synk.broadcast(vs, [np.ones((2, 2), np.float32), np.ones((1, 1), np.int32)]),
     "scatter": lambda vs: synk.scatter(vs, [numbers(9), np.ones(9, np.float32)]),
-    "set_value": lambda vs: vs.set_value([numbers(3), np.float32(1)], rank=1),
+    "set_value": lambda vs: synk.contrib.synkhronos.set_value(1, vs, [numbers(3), np.float32(1)]),
     "all_gather": lambda vs: synk.all_gather(vs),
     "all_reduce": lambda vs: synk.all_reduce(vs, "mean"),
     "reduce": lambda vs: synk.reduce(vs, "mean"),
