@@ -1,4 +1,4 @@
-"""`python -m synk`: `launch` one program in several processes, `info` of what there is."""
+"""`python -m synk`: `launch` a program in several processes, `check` a parallel program, `info` of what there is."""
 
 import sys
 

@@ -44,7 +44,7 @@ _LINES = LINES | {
 }  # fmt: skip
 
 
-class ProgramReport:
+class CheckReport:
     """The findings of a check of a program, as text, as JSON and in fields.
 
     Attributes:
@@ -99,7 +99,7 @@ def check_program(
     rows: Sequence[int] | None = None,
     rtol: float | None = None,
     timeout: float | None = None,
-) -> ProgramReport:
+) -> CheckReport:
     """Check whether a parallel JAX program gives on several devices the answer of one, and tell why it does not.
 
     The program need not use synk. It runs on 1 device and on each number of `devices`, virtual ones of the CPU, each
@@ -145,7 +145,7 @@ def check(
     rtol: float | None,
     timeout: float | None,
     on_run: Callable[[int, int], None],
-) -> ProgramReport:
+) -> CheckReport:
     """Check a program as `check_program` does; call `on_run` with the numbers of runs ended and begun."""
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
@@ -159,7 +159,7 @@ def check(
     cases: list[int | None] = [checked_integer(r, "check_program: a number of rows", 1) for r in rows or ()]
     with Program(file, name, timeout or SECONDS, on_run) as program:
         cases = cases or ([*ROWS] if _takes_rows(program.source, name) else [None])
-        return _Check(program, ProgramReport(target), numbers, rtol).run(cases)
+        return _Check(program, CheckReport(target), numbers, rtol).run(cases)
 
 
 def _takes_rows(source: str, name: str) -> bool:
@@ -175,10 +175,10 @@ def _takes_rows(source: str, name: str) -> bool:
 class _Check:
     """One check of a program."""
 
-    def __init__(self, program: Program, report: ProgramReport, devices: Sequence[int], rtol: float | None) -> None:
+    def __init__(self, program: Program, report: CheckReport, devices: Sequence[int], rtol: float | None) -> None:
         self.program, self.report, self.devices, self.rtol = program, report, devices, rtol
 
-    def run(self, cases: Sequence[int | None]) -> ProgramReport:
+    def run(self, cases: Sequence[int | None]) -> CheckReport:
         """Compare all numbers of devices with one, for each number of rows."""
         report = self.report
         for rows in cases:

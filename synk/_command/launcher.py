@@ -73,6 +73,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
+    commands.add_parser("check", help="check any parallel JAX program against one device")
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
     add = launch.add_argument
     add("-n", "--processes", type=int, default=2, help="how many processes (2)")
