@@ -75,6 +75,7 @@ class CallPlan:
       outputs: the structure of what `fn` returned.
       has_flag: whether the last program also tells that a number is not finite, and then updates nothing.
       narrowest: the narrowest dtype of the floats that `fn` computes.
+      whole: the operations of `fn` that move numbers along the rows, where XLA divides the work.
       flops: flops of `fn` over so many rows, in matrix products and convolutions.
       flops_of_then: flops of `then`.
       least_rows: the number of rows in all that the outputs need.
@@ -99,6 +100,7 @@ class CallPlan:
     outputs: OutputSpec
     has_flag: bool
     narrowest: np.dtype | None
+    whole: Sequence[str]
     flops: Mapping[int | None, int]
     flops_of_then: int
     least_rows: int
@@ -554,6 +556,7 @@ def _make_plan(
         outputs=builder.outputs,
         has_flag=compiler.refuses_nan,
         narrowest=builder.first.narrowest,
+        whole=builder.first.whole,
         flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
         flops_of_then=epilogue.flops_of_then,
         least_rows=builder.outputs.least_rows(builder.combined),

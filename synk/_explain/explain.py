@@ -92,7 +92,7 @@ def _whole(ready: ReadyCall, flops: int) -> list[str]:
     if not isinstance(ready.group, GroupAsOne) or ready.group._home.size == 1 or not rows:
         return []
     text = ready.plan.last.compiled.as_text() or ""
-    found = whole_operations(text, rows, ready.group._home.size)
+    found = {**dict.fromkeys(ready.plan.whole), **whole_operations(text, rows, ready.group._home.size)}
     return [name if part is None else f"{name} ({part / max(flops, 1):.0%} of flops)" for name, part in found.items()]
 
 

@@ -51,6 +51,16 @@ def moved_axes(equation: Any) -> list[Sequence[int]]:
     return [range(n) if axes is None else axes if n == dims[0] else () for n in dims]
 
 
+def moving_along(equations: Iterable[Any], length: int | None) -> dict[str, None]:
+    """Return the names of equations that move numbers along an axis of this length."""
+    return {
+        equation.primitive.name: None
+        for equation in equations
+        for atom, axes in zip([*equation.invars, *equation.outvars], moved_axes(equation), strict=True)
+        if any(atom.aval.shape[axis] == length for axis in axes)
+    }
+
+
 def _axes(equation: Any, operand: Any) -> Sequence[int] | None:
     """Return the axes of the first operand along which an equation moves numbers; None for all axes of all operands."""
     name, params = equation.primitive.name, equation.params

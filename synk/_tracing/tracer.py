@@ -19,6 +19,7 @@ from .captured import split, without_places
 from .context import TraceContext, tracing
 from .equations import draws_by_rbg, equations, flops, is_over_axis, narrowest_float
 from .fingerprint import fingerprint
+from .moving import moving_along
 from .nan_origin import first_bad_line
 from .sharded import NO_SUMS, ShardedSum, evaluate_sharded
 
@@ -75,6 +76,7 @@ class TracedFunction:
       named: the highest rank that each primitive names, of those that name replicas by number.
       communicates_at_top: whether it does so outside loops and branches too.
       has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
+      whole: the primitives that move numbers along the rows, where XLA divides the work: they run whole.
       narrowest: the narrowest dtype of the floats that it computes.
       flops: counts operations of matrix products and convolutions for some of its results.
       fingerprint: equal for functions that compute the same.
@@ -97,6 +99,7 @@ class TracedFunction:
     named: dict[str, int]
     communicates_at_top: bool
     has_convolution: bool
+    whole: Sequence[str]
     narrowest: np.dtype | None
     flops: Callable[[Sequence[int]], int]
     fingerprint: Hashable
@@ -151,6 +154,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
         named={e.primitive.name: max(ranks) for e in over_axis if (ranks := jax.tree.leaves(_ranks_in(e)))},
         communicates_at_top=bool(over_axis) and any(map(is_over_axis, equations(closed.jaxpr.eqns, is_at_top=True))),
         has_convolution="conv_general_dilated" in names,
+        whole=list(moving_along(all_equations, request.sees.rows)) if request.mesh else [],
         narrowest=narrowest_float(all_equations),
         fingerprint=fingerprint(closed),
         flops=lambda results: flops(closed.jaxpr, [i in results for i in range(len(closed.out_avals))]),

@@ -184,12 +184,17 @@ CONSTRUCTS = {
 }  # fmt: skip
 
 
+# JAX has no gradients of these.
+_FORWARD = {"apply", "while", "mul window (2, 1, 2, 'SAME')", "min window (3, 1, 2, ((2, 2), (0, 0)))"}
+
+
 def draw(seed):
-    """Draw names of constructs, the kind of function, and the number of rows."""
+    """Draw the names of constructs, whether to take the value or a gradient, the number of devices, and of rows."""
     random = np.random.default_rng([52, seed])
     names = tuple(random.choice(list(CONSTRUCTS), int(random.integers(2, 4))).tolist())
     kind = ("value", "slope inside", "slope around")[random.choice(3, p=(0.6, 0.25, 0.15))]
-    return names, kind, int(random.integers(1, 18))
+    kind = "value" if _FORWARD & {*names} else kind
+    return names, kind, int(random.choice([3, 8])), int(random.integers(1, 18))
 
 
 def function_of(names):
