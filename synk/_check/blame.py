@@ -99,17 +99,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
         if rows is None or span is None:
             return Blame(after[0][0], probes=prober.probes) if after else None
-        names = _outputs_not_finite(site, bound, options)
-        what, are = (listed(names), "are" if names[1:] else "is") if names else ("it", "is")
-        (first, last), line = (int(rows.numbers[row]) for row in span), prober.run_alone(range(span[0], span[1] + 1))[1]
-        return Blame(
-            f"{function.name}: {what} {are} not finite, but no row by itself is to blame: rows {first} to {last} of "
-            f"the inputs are, taken together (statistics across rows, sums that overflow), or every one of them"
-            + (f"; {line}" if line else "."),
-            line=line,
-            rows=(first, last),
-            probes=prober.probes,
-        )
+        return _blame_together(ready, prober, rows.numbers, span, _outputs_not_finite(site, bound, options))
 
 
 def _refuse_rows(ready: ReadyCall, bound: BoundArguments) -> None:
@@ -160,6 +150,22 @@ def _outputs_not_finite(site: Site, bound: BoundArguments, options: CallOptions)
         for leaf, value in zip(outcome.plan.outputs.results, outcome.leaves, strict=True)
         if np.asarray(kinds_of(value)).any()
     ]
+
+
+def _blame_together(
+    ready: ReadyCall, prober: Prober, numbers: np.ndarray, span: tuple[int, int], names: list[str]
+) -> Blame:
+    """Blame the rows of a span, which are bad only together or each by itself, for outputs of these names."""
+    _, line = prober.run_alone(range(span[0], span[1] + 1))
+    first, last = (int(numbers[row]) for row in span)
+    return Blame(
+        f"{ready.function.name}: {listed(names) or 'it'} {'are' if names[1:] else 'is'} not finite, but no row by "
+        f"itself is to blame: rows {first} to {last} of the inputs are, taken together (statistics across rows, sums "
+        f"that overflow), or every one of them" + (f"; {line}" if line else "."),
+        line=line,
+        rows=(first, last),
+        probes=prober.probes,
+    )
 
 
 def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, str]]:

@@ -658,8 +658,8 @@ class Function:
         """Find the first row whose outputs, gradients or updates are not finite; change nothing.
 
         It runs the function on parts of the rows, at most 2 log2(rows) + 4 times by one program. Then it runs the row,
-        or the rows that are bad only together, line by line on one device. Shared variables and broadcast arguments that are not finite come
-        first.
+        or the rows that are bad only together, line by line on one device. Shared variables and broadcast arguments
+        that are not finite come first.
 
         Args:
           *args, batch, num_slices, **kwargs: as in a call.
