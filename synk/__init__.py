@@ -42,7 +42,7 @@ _AT_FIRST_USE = {
     "check_replicas": "_check.replica_check",
     "info": "_explain.info",
     "load": "_saving.checkpoint",
-    "map": "_function.decorator",
+    "map": "_function.row_map",
     "preempted": "_distributed.preemption",
     "resume": "_saving.resume",
     "save": "_saving.checkpoint",
@@ -59,7 +59,7 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from ._distributed.preemption import preempted
     from ._explain.info import info
     from ._explain.target import target
-    from ._function.decorator import map
+    from ._function.row_map import map
     from ._saving.checkpoint import load, save
     from ._saving.resume import resume
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -143,7 +143,7 @@ def _python(arguments: Sequence[str], environment: dict[str, str], **pipes: Any)
     environment = environment | {
         "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     }
-    return subprocess.Popen(command, env=os.environ | environment, start_new_session=True, **pipes)
+    return subprocess.Popen[bytes](command, env=os.environ | environment, start_new_session=True, **pipes)
 
 
 def _environment(n: int, mode: str) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _read(out: str, timeout: float | None) -> Run:
         return Run(f"{why}{f'; its last output: {said}' if said else ''}", True, {})
     with np.load(f"{out}.npz") as file:
         record = json.loads(str(file["record"]))
-        leaves = [Leaf(*said, file[f"leaf{i}"]) for i, said in enumerate(record["leaves"])]
+        leaves = [Leaf(name, *said, value=file[f"leaf{i}"]) for i, (name, *said) in enumerate(record["leaves"])]
     spans, narrow = 0, 64
     for path in Path(out).glob("*"):
         text = path.read_text(errors="replace")
@@ -269,7 +269,7 @@ def _write(job: Sequence[Any], draws: "_Draws") -> None:
         lines = str(error).strip().splitlines() or [""]
         record |= {"error": f"{type(error).__name__}: {lines[0]}"[:300], "leaves": []}
     record |= {"draws": draws.count, "devices": len(jax.devices())}
-    np.savez(f"{out}.part.npz", record=json.dumps(record), **arrays)
+    np.savez(f"{out}.part.npz", allow_pickle=False, record=np.array(json.dumps(record)), **arrays)
     os.replace(f"{out}.part.npz", f"{out}.npz")
 
 
@@ -301,7 +301,7 @@ def _described(leaf: Any) -> tuple[list[Any], np.ndarray]:
 
 
 @contextmanager
-def _limits() -> Iterator[None]:
+def _limits() -> Generator[None]:
     """Bound the memory of this process, and each file that it writes, where the system can."""
     try:
         import resource

@@ -13,10 +13,10 @@ from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
 from .._runtime.layout import Layout, put
 from .feed import InputFeed
+from .host_buffers import fresh
 from .overlap import Overlap, halo_of
 from .selection import IndexKind, Selection
 from .sources import Copy, HostSource, copy_rows
-from .staging import fresh
 from .transfer import fill_parts
 
 PlaceName: TypeAlias = Literal["host", "scatter", "broadcast"]

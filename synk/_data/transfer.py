@@ -12,10 +12,11 @@ from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is_placed, put
+from .host_buffers import SMALL, acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
-from .staging import SMALL, acquire, send_staged, staging_buffers
 from .staging import SMALL as LEAST_STAGED
+from .staging import send_staged, staging_buffers
 
 # A copy of more bytes takes longer than the start of a program that cuts them.
 CUT_BY_HOST_BYTES = 2**20

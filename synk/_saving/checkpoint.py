@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError, public_api, shown, warn
+from .._data.host_buffers import acquire
 from .._data.sources import Copy, copy_rows
-from .._data.staging import acquire
 from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
 from .._runtime.layout import shard_of_rank

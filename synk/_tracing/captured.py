@@ -103,7 +103,7 @@ class _Rewriter:
                     consts.extend(inner.consts)
                     outs = take_in(inner.jaxpr, inside)
                 elif name not in _PLACES:
-                    axes = moved_axes(equation) if self.mesh else ()
+                    axes = [] if self.mesh is None else moved_axes(equation)
                     ins = self._whole(equation, outs, axes, eqns)
                     rewritten = self._equation(equation, ins)
                     outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars

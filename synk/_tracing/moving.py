@@ -90,13 +90,13 @@ def _window(sizes: Iterable[int], strides: Iterable[int], padding: Any, dilation
     return [i for i, window in enumerate(windows) if window != (1, 1, (0, 0), 1)]
 
 
-def held_whole(equation: Any, atom: Any, axes: Sequence[int], mesh: Mesh) -> Any:
+def held_whole(equation: Any, atom: Any, axes: Sequence[int], mesh: Mesh | None) -> Any:
     """Return an equation, like this one, that keeps an operand or result of it whole along axes; None if it needs none.
 
     The equation's result has no name yet.
     """
     is_array = isinstance(getattr(atom.aval, "shape", None), tuple) and not hasattr(atom.aval, "inner_aval")
-    if not axes or not is_array or isinstance(atom, Literal):
+    if mesh is None or not axes or not is_array or isinstance(atom, Literal):
         return None
     constraint = _constraint(mesh, len(atom.aval.shape), frozenset(axes))
     return equation.replace(
