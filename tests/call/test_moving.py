@@ -48,7 +48,7 @@ def test_drawn(seed):
     [
         ("two", "value", 3, 7), ("two windows", "value", 3, 8), ("x[1::3]", "value", 3, 2),
         ("pad (-1, 2, 1)", "value", 3, 7), ("xor", "value", 3, 7), ("slope stride", "value", 8, 8),
-        ("conv stride", "slope around", 8, 7), ("row sort", "slope inside", 3, 7), ("generic", "value", 3, 7),
+        ("conv stride", "slope around", 8, 7), ("row sort", "slope inside", 3, 7), ("row sort", "slope around", 3, 7), ("generic", "value", 3, 7),
         ("custom_vjp", "slope around", 3, 7), ("cond", "slope inside", 3, 7), ("checkpoint", "slope around", 3, 5),
     ],
 )  # fmt: skip
