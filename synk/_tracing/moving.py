@@ -78,8 +78,11 @@ def _axes(equation: Any, operand: Any) -> Sequence[int] | None:
         return () if operand.dtype == bool and name != "reduce_xor" else params["axes"]
     if name == "reduce":
         return params["dimensions"]
-    if name.startswith("scatter") and params["dimension_numbers"].operand_batching_dims:
-        # The partitioner ends the process if the indexes are unsigned, as those of gradients of sorts are.
+    # The partitioner ends the process at a scatter whose indexes are unsigned, as in gradients of sorts. JAX makes it
+    # of a sort, or of a gather, also under `jax.grad` around the call, where nothing else keeps its operands whole.
+    if name == "sort":
+        return None if jnp.issubdtype(operand.dtype, jnp.inexact) else ()
+    if name.startswith(("scatter", "gather")) and params["dimension_numbers"].operand_batching_dims:
         return None if jnp.issubdtype(equation.invars[1].aval.dtype, jnp.unsignedinteger) else ()
     return () if name in _DIVIDED else None
 
