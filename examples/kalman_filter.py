@@ -2,10 +2,9 @@
 
     python examples/kalman_filter.py
 
-A filter is a loop, each step of which waits for the one before. As an associative operation (Särkkä and
-García-Fernández, arXiv 1905.13002) it is a prefix: by `synk.contrib.scan` each replica filters its own times, and
-passes one total on. Prints the errors of what was measured and filtered, and the largest difference from the loop in
-NumPy.
+In a loop each step waits for the one before. As an associative operation (Särkkä and García-Fernández, arXiv
+1905.13002) the filter is a prefix: by `synk.contrib.scan` each replica filters its own times, and passes one total on.
+Prints the errors of what was measured and filtered, and the largest difference from the loop in NumPy.
 """
 
 import jax.numpy as jnp

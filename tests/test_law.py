@@ -153,10 +153,10 @@ def test_updates(kind, n, data):
     with group_of(kind, n):
         step, total, own = trainer(kind, n)
         synk.broadcast([total, *own.values()], [old] * 6)
-        before = step(x, batch=batch, num_slices=slices)
+        written = step(x, batch=batch, num_slices=slices)
         part = chosen(x, batch).astype(np.float64)
-        assert_close(before, old)
-        assert_close(total.value, part.mean(0) - old * 0.5)
+        assert_close(written, part.mean(0) - old * 0.5)
+        assert_close(total.value, written)
         synk.check_replicas(total)
         for rank, parts in enumerate(parts_of(part, n, slices)):
             for name, variable in own.items():

@@ -77,7 +77,8 @@ class Program:
             self._server = _python(
                 ["serve", *modules], _environment(1, ""), stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            threading.Thread(target=self._listen, args=[self._server.stdout], daemon=True).start()
+            self._listener = threading.Thread(target=self._listen, args=[self._server.stdout], daemon=True)
+            self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,6 +87,7 @@ class Program:
             assert self._server.stdin is not None
             self._server.stdin.close()
             self._server.wait()
+            self._listener.join()
         self._pool.shutdown(cancel_futures=True)
         self._temporary.cleanup()
 
@@ -107,8 +109,9 @@ class Program:
         return sum(run.done() for run in list(self._runs.values()))
 
     def _listen(self, lines: Any) -> None:
-        for line in lines:
-            self._ended[line.decode().strip()].set()
+        with lines:
+            for line in lines:
+                self._ended[line.decode().strip()].set()
         for event in list(self._ended.values()):
             event.set()
 

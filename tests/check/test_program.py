@@ -14,7 +14,7 @@ import synk
 from .. import harness
 
 PAGE = (Path(__file__).parents[2] / "docs/check_a_program.md").read_text()
-PROGRAMS = re.findall(r"```py\n(# (\w+\.py)\n.*?)```\n\n```text\n(.*?)```", PAGE, re.S)
+PROGRAMS = re.findall(r"```py\n(# (\w+\.py)\n.*?)```\n\n```console\n(.*?)```", PAGE, re.S)
 MEAN = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P

@@ -683,7 +683,9 @@ class TestArray:
             assert_same(x.to("broadcast").array, np.asarray(x))
             with pytest.raises(ValueError, match=r'x\.array: its rows live on the host.*to\("scatter"\)'):
                 x.to("host").array
-            with pytest.raises(synk.SynkError, match=r"x is a synk\.Data, used as an array of JAX's.*its \.array"):
+            with pytest.raises(
+                synk.SynkError, match=r"x is a synk\.typing\.Data, used as an array of JAX's.*its \.array"
+            ):
                 jnp.mean(x)
 
 

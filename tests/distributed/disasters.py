@@ -36,8 +36,7 @@ import optax
 import synk
 import synk.train
 from synk._distributed import agreement, coordinator, liveness
-from synk._saving import resume
-from synk._variables import checkpoint, checkpoint_files
+from synk._saving import checkpoint, checkpoint_files, resume
 
 from .. import harness
 from ..harness import said, say

@@ -16,8 +16,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._loops import folder_lock, meetings, resume
-from synk._saving import checkpoint_files
+from synk._saving import checkpoint_files, folder_lock, meetings, resume
 
 from ..helpers import Bar, numbers, slow_but
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk._variables import checkpoint, checkpoint_files
+from synk._saving import checkpoint, checkpoint_files
 
 from .. import harness
 from ..helpers import assert_same, group_of, interrupted, slow, slow_but

@@ -880,7 +880,7 @@ def test_a_callback_that_asks_for_a_variable_is_told():
     with synk.init(2):
         v, told = synk.shared(np.float32(2), name="v"), []
         asks = [
-            lambda: v.value, lambda: v.get_value(1), lambda: v.get_value(1, borrow=True), lambda: synk.contrib.synkhronos.get_lengths(v),
+            lambda: v.value, lambda: v.get_value(1), lambda: v.get_value(1, borrow=True),
             lambda: setattr(v, "value", np.float32(0)), lambda: synk.broadcast(v),
         ]  # fmt: skip
 
