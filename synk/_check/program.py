@@ -123,7 +123,7 @@ def check_program(
       SynkError: the program cannot run on one device, dies, or does not end in time.
 
     Example:
-      >>> import pathlib, tempfile
+      >>> import pathlib, synk, tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "train.py")
       >>> _ = path.write_text('''
       ... import functools, jax, numpy as np

@@ -234,6 +234,7 @@ def test_items_that_train(tmp_path, done):
     assert len(start(2, tmp_path, make=lambda run: minibatches())[2]) == len(BATCHES) - done
 
 
+@pytest.mark.filterwarnings("ignore:.*this loop has the batches of an earlier one")
 def test_a_bar_around_the_loop(tmp_path):
     """It trains on all items, as a function of what is left may do itself."""
     with synk.simulate(2):
@@ -278,6 +279,7 @@ def test_extra(tmp_path):
     assert run.values["counts"].tolist() == [EPOCHS] * ROWS
 
 
+@pytest.mark.filterwarnings("ignore:.*this loop has the batches of an earlier one")
 def test_two_loops(tmp_path):
     """Loops in a row go on each by itself; two in one folder raise, and so do nested ones."""
     for stop in (5, None):
