@@ -9,13 +9,12 @@ MAX_KEPT = 1024
 
 
 class BoundedCache:
-    """A cache of at most `most` values, none of them None.
-
-    When it is full, it drops a value that was not asked for while it was more than half full, the oldest first; if
-    there is none, the value that was not asked for for the longest. Failures are not kept. Threads may share the cache.
-    """
+    """A cache of at most `most` values, none of them None, that threads may share. It keeps no failures."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
+        # A value is moved to the end only while the cache is more than half full, so most look-ups take no lock. A full
+        # cache drops its first value: one not asked for since the cache was half full or, if there is none, the one not
+        # asked for for the longest.
         self._most, self._half = most, most // 2
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.RLock()
@@ -28,6 +27,8 @@ class BoundedCache:
             # This may take minutes.
             made = make()
             with self._lock:
+                # Made outside the lock, since making may compile and ask this cache again. Threads that ask at once may
+                # make the value twice; all get the first one that is noted, so that a spec or a plan has one identity.
                 value = self._kept.setdefault(key, made)
                 if len(self._kept) > self._most:
                     self._kept.popitem(last=False)

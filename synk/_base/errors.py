@@ -64,6 +64,7 @@ def in_a_line(error: Exception) -> str:
 def checked_integer(value: Any, what: str, least: int = 0, wanted: str = "") -> int:
     """Return a user's integer as a Python one. Raise TypeError if it is none, ValueError if it is below `least`."""
     wanted = wanted or f"give an integer >= {least}"
+    # bool is a subclass of int: True would count as 1.
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{what} is {shown(value)}; {wanted}.")
     if value < least:
@@ -159,6 +160,8 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except BaseException as error:
+            # An interrupt inside JAX may leave its trace set for this thread, and each later call would be traced. A
+            # call inside a user's transformation must leave that one alone.
             if not is_inside:
                 leave_traces()
             if not isinstance(error, Exception):
@@ -200,22 +203,23 @@ def _users_frame() -> tuple[FrameType, int]:
 
 
 def hide_internal_frames(error: Exception, call: Callable[..., Any]) -> None:
-    """Cut the traceback of an error to the frames that help.
-
-    An error that synk raises on purpose shows the public call alone. An error in the user's function shows the user's
-    frames. A defect of synk shows everything.
-    """
+    """Cut the traceback of an error to the frames that help."""
+    # An error that synk raises on purpose shows the public call alone, one in the user's function the user's frames, a
+    # defect of synk everything: a bug report needs it.
     frames: list[TracebackType] = []
     traceback = error.__traceback__
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
+    # The first frame is the public call itself. If all that follow are synk's, JAX's or Python's, no line of the user's
+    # is to be shown.
     first = next((i for i, frame in enumerate(frames) if i and not _is_internal(frame)), None)
     if first is None:
         if frames and (_explain_keyword(error, call) or _is_deliberate(frames[-1])):
             # Raised again, the error shows the public call alone.
             error.__traceback__ = None
         return
+    # A traceback points to the one of the next inner frame, so the list is built from the innermost frame.
     linked: TracebackType | None = None
     for frame in reversed([frame for frame in frames[first:] if not _is_ours(frame)]):
         linked = TracebackType(linked, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -231,6 +235,8 @@ def _explain_keyword(error: Exception, call: Callable[..., Any]) -> bool:
 
     who, what, keyword, rest = found.groups()
     is_of_python = who == f"{call.__qualname__}()"
+    # Python names the function without its module, so the name of a plain function is completed to synk.name; a
+    # method's stands behind its class.
     is_of_module = is_of_python and "." not in who
     if "(did you mean" not in rest:
         named = inspect.getfullargspec(inspect.unwrap(call))
@@ -249,6 +255,7 @@ def _is_ours(frame: TracebackType) -> bool:
 def _is_internal(frame: TracebackType) -> bool:
     """Check whether a frame belongs to synk, or to JAX or Python's library, which synk calls."""
     file = frame.tb_frame.f_code.co_filename
+    # Packages of the user's lie in site-packages, below the folder of Python's library.
     is_python = file.startswith(_PYTHON) and "-packages" not in file
     return is_python or file.startswith((_OURS, _JAX, "<frozen", "<string"))
 
@@ -256,6 +263,7 @@ def _is_internal(frame: TracebackType) -> bool:
 def _is_deliberate(frame: TracebackType) -> bool:
     """Check whether a `raise` statement of synk's ended here, and not a KeyError or the like that nobody meant."""
     line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+    # The source line tells: no attribute of a frame says by which statement it ended.
     return _is_ours(frame) and line.lstrip().startswith("raise")
 
 
@@ -296,6 +304,7 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
     def no_member(self: Any, member: str) -> NoReturn:
         if member == of_jax:
             raise SynkError(say(self, "used as an array of JAX's"))
+        # Names with an underscore are looked up by copy, pickle and IPython, which expect a plain AttributeError.
         raise AttributeError(member if member.startswith("_") else say(self, f"without .{member}"))
 
     operators = [*_BINARY, *(f"r{name}" for name in _BINARY), *_ORDER]

@@ -68,11 +68,12 @@ def trace_options() -> tuple[Any, ...]:
 
 def trace_surroundings() -> tuple[Any, ...]:
     """Return the mesh and the named axes, with sizes, of a trace around this line."""
+    # Inside vmap or shard_map a size of an axis is part of the trace, so a program that was inlined under one size must
+    # not serve another.
     return get_abstract_mesh(), *[(name, jax.lax.axis_size(name)) for name in named_axes()]
 
 
 def checks_floats() -> bool:
-    """Check whether JAX looks at all results for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)."""
     return config.jax_debug_nans or config.jax_debug_infs
 
 
@@ -88,6 +89,8 @@ def is_traced() -> bool:
 
 def is_staged() -> bool:
     """Check whether what runs here is traced, to run later: by `jit`, `scan` or the like, not by `grad` or `vmap`."""
+    # Only a staging trace turns an operation on a constant into a tracer; under grad and vmap it runs at once. One
+    # operation of a NumPy scalar asks without a private type of JAX's.
     return is_traced() and isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)
 
 
@@ -106,7 +109,6 @@ _TO_DEVICE, _BETWEEN_DEVICES, _TO_HOST = _GUARDS
 
 
 def has_user_jax_context() -> bool:
-    """Check whether the user has set a mesh, disable_jit or a guard against transfers."""
     return (
         config.jax_disable_jit
         or _TO_DEVICE.value is not None

@@ -27,6 +27,8 @@ def split_rows(rows: int, parts: int) -> list[RowRange]:
 @lru_cache(maxsize=1024)
 def lengths_of(rows: int, replicas: int, block: int | None = None) -> tuple[int, ...]:
     """Return the number of rows of each replica. With `block`, replicas get whole blocks; the last may be shorter."""
+    # Blocks have the same rows whatever the number of replicas, so the bits of a block do not depend on it; the
+    # replicas then differ by up to one block.
     if block is None:
         return tuple([part.rows for part in split_rows(rows, replicas)])
     several = split_rows(-(-rows // block), replicas)

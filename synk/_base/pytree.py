@@ -18,7 +18,6 @@ SCALARS = (bool, int, float, complex)
 
 
 def as_keys(data: Any, impl: Any) -> Any:
-    """Wrap raw data as a typed PRNG key array. Without an implementation, return the data."""
     return data if impl is None else jax.random.wrap_key_data(data, impl=impl)
 
 
@@ -35,9 +34,9 @@ def key_of(leaf: Any) -> Any:
 
 
 def is_prng_key(leaf: Any) -> bool:
-    """Check whether a leaf is one PRNG key, typed or raw."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
+    # A raw threefry key is two uint32 words; nothing else tells it from other arrays.
     return (leaf.ndim == 0 and key_of(leaf) is not None) or (leaf.shape == (2,) and leaf.dtype == np.uint32)
 
 
@@ -57,7 +56,7 @@ def as_data(leaf: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def is_number(dtype: np.dtype) -> bool:
-    """Check whether JAX has numbers of a dtype. JAX has small floats of its own, and no C long double."""
+    # JAX has small floats of its own, most of NumPy's kind "V", and no C long double, whose kind is that of floats.
     no_numbers = (np.void, np.longdouble, np.clongdouble)
     return dtype.kind not in "OSUMm" and dtype.fields is None and dtype.type not in no_numbers
 
@@ -65,6 +64,7 @@ def is_number(dtype: np.dtype) -> bool:
 @lru_cache(maxsize=256)
 def bits_of(dtype: Any) -> int:
     """Return how many bits a number of a dtype has, which may be fewer than a byte."""
+    # finfo and iinfo know int4 and float4, whose NumPy item is a whole byte; no function of JAX's knows keys.
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return 8 * dtype.itemsize
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -82,16 +82,18 @@ def refuse_two_bits(leaf: Any, what: str) -> None:
 
 def narrow(dtype: np.dtype) -> np.dtype:
     """Return the dtype that JAX uses instead: 32 bits for 64 unless those are enabled, in the machine's byte order."""
+    # The option is an argument, since a cached answer for one setting is wrong under the other.
     return _narrow(dtype, config.jax_enable_x64)
 
 
 @lru_cache(maxsize=256)
 def _narrow(dtype: np.dtype, is_x64: bool) -> np.dtype:
+    # JAX refuses arrays of the other byte order, as files of NumPy may hold.
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
 
 
 def number_dtype(number: Any) -> np.dtype:
-    """Return the dtype that JAX gives a Python number."""
+    # bool comes first in SCALARS, since it is a subclass of int.
     return narrow(np.dtype(next(kind for kind in SCALARS if isinstance(number, kind))))
 
 
@@ -114,7 +116,6 @@ def fitting(numbers: Any, dtype: np.dtype) -> Any:
 
 
 def too_large(what: str, error: OverflowError) -> ValueError:
-    """Return the error of an argument or a variable whose integers do not fit."""
     return ValueError(f"{what}: {error}. Give smaller numbers (e.g. ids % size), floats, or set jax_enable_x64.")
 
 
@@ -128,7 +129,6 @@ def named(what: str) -> Generator[None]:
 
 
 def array_of_list(values: list[Any], what: str) -> np.ndarray:
-    """Return a list of numbers as an array. Raise ValueError for a ragged list."""
     try:
         return np.asarray(values)
     except ValueError as error:
@@ -136,10 +136,9 @@ def array_of_list(values: list[Any], what: str) -> np.ndarray:
 
 
 def refuse_sparse(what: str, tree: PyTree, broadcast: Collection[Any] = ()) -> None:
-    """Raise TypeError for a sparse array. Its static part has the number of all rows, also where a replica has fewer.
-
-    One whose leaves are all in `broadcast` may stay.
-    """
+    """Raise TypeError for a sparse array, unless all its leaves are in `broadcast`."""
+    # JAX's sparse arrays are pytrees whose static part has the number of all rows, also where a replica has fewer. A
+    # matrix whose leaves all stay whole is right.
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "todense")):
         if hasattr(node, "todense") and not all(leaf in broadcast for leaf in jax.tree.leaves(node)):
             raise TypeError(
@@ -150,6 +149,7 @@ def refuse_sparse(what: str, tree: PyTree, broadcast: Collection[Any] = ()) -> N
 
 def is_weak(leaf: Any) -> bool:
     """Check whether a leaf takes the dtype of its partner in arithmetic, as Python numbers do."""
+    # np.float64 is a float too, but strong; bool has no weak type in JAX.
     if isinstance(leaf, SCALARS):
         return not isinstance(leaf, bool | np.generic)
     return getattr(leaf, "weak_type", False)
@@ -158,6 +158,7 @@ def is_weak(leaf: Any) -> bool:
 def to_jax(leaf: Any, what: str) -> jax.Array:
     """Return an array or a number as a `jax.Array`. Inside a transformation the result may be a tracer."""
     with named(what):
+        # JAX narrows silently: integers of 64 bits are looked at first, so that none wraps around.
         if isinstance(leaf, (jax.Array, *SCALARS)):
             return narrowed(jnp.asarray(leaf))
         return jnp.asarray(np.asarray(fitting(leaf, narrow(leaf.dtype)), narrow(leaf.dtype)))
@@ -168,13 +169,13 @@ def narrowed(array: jax.Array) -> jax.Array:
     # Typed PRNG keys have dtypes of their own.
     if not isinstance(array.dtype, np.dtype) or array.dtype == narrow(array.dtype):
         return array
+    # Values of a tracer, or in other processes, cannot be looked at here.
     if not isinstance(array, jax.core.Tracer) and (array.is_fully_addressable or array.is_fully_replicated):
         fitting(array, narrow(array.dtype))
     return array.astype(narrow(array.dtype))
 
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of the JAX array that a leaf will become."""
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
@@ -195,6 +196,8 @@ def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     refuse_tracer(value, what)
     array = np.asarray(value)
     is_number = array.dtype.kind in "biufcV" and (array.dtype.kind != "c" or dtype.kind == "c")
+    # Compared as float64: in the narrow dtype the given number would be cast too, and found equal to its rounded self.
+    # Floats may round, integers may not.
     with np.errstate(all="ignore"):
         cast = array.astype(dtype) if is_number else array
     if not is_number or (dtype.kind in "biu" and not np.array_equal(cast.astype(np.float64), array.astype(np.float64))):

@@ -9,17 +9,14 @@ UNKNOWN = "unknown"
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if needed."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def size_text(count: float | None) -> str:
-    """Return a number of bytes as text; None is unknown."""
     return UNKNOWN if count is None else f"{number_text(count)}B"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time as text, in seconds or milliseconds."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
@@ -40,6 +37,7 @@ def parse_memory(memory: Any, call: str) -> int | float | None:
     if memory is None:
         return None
     wanted = f'{call}: memory is {memory!r}; give bytes (an integer), text like "14GB", or a fraction of what there is.'
+    # np.float64 is a float, but np.float32 and np.int64 are no Python numbers.
     memory = memory.item() if isinstance(memory, np.number) else memory
     if isinstance(memory, bool) or not isinstance(memory, int | float | str):
         raise TypeError(wanted)

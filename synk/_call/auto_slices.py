@@ -22,10 +22,7 @@ from .rows import Rows
 
 
 def choose_slices(site: Site, key: Hashable, rows: Rows, plan_of: Callable[[int], CallPlan]) -> SliceChoice:
-    """Return the number of slices in which a call runs; the choice is remembered with the function's plans.
-
-    `key` is the key of its plan in one launch; `plan_of(slices)` makes its plan for so many slices.
-    """
+    """Return the number of slices in which a call runs; `key` is the key of its plan in one launch."""
     if rows.lengths is None:
         return SliceChoice(1, 1)
     most = max(rows.lengths)
@@ -33,6 +30,7 @@ def choose_slices(site: Site, key: Hashable, rows: Rows, plan_of: Callable[[int]
     def trace() -> Traced:
         limit, slices = max(0, _limit(site.group, site.function.name) - data_beside(rows, site.group)), 1
         while (plan := _fitting_plan(site, plan_of, slices, most, limit)) is None:
+            # Doubling compiles few programs; each finer step would cost a compilation.
             slices = min(2 * slices, most)
         return Traced(plan.accepts, (ref(plan),), lambda: SliceChoice(slices, most))
 
@@ -65,6 +63,8 @@ def _fitting_plan(
 
 def _limit(group: Group, name: str) -> int:
     """Return how many bytes programs may use on a device, as process 0 has it, so that all processes choose alike."""
+    # All processes must choose alike, since slices are launches in which they communicate: process 0 tells its own
+    # limit.
     limit = int(group._peers.from_process_0(f"the memory of {group}", lambda: str(group.memory or 0)))
     if not limit:
         raise ValueError(
@@ -75,7 +75,6 @@ def _limit(group: Group, name: str) -> int:
 
 
 def _memory_needed(plan: CallPlan, group: Group, name: str) -> int:
-    """Return the bytes that the largest program of a plan needs."""
     programs = [*plan.programs.values(), *([] if plan.finish is None else [plan.finish])]
     totals = [total for program in programs if (total := memory_of(program, plan).total) is not None]
     if len(totals) < len(programs):
@@ -83,6 +82,7 @@ def _memory_needed(plan: CallPlan, group: Group, name: str) -> int:
             f'{name}: num_slices="auto" needs to know what programs need, which JAX does not tell for a '
             f"{group.platform}. Give a number of slices."
         )
+    # Launches run one after another, so the largest program counts and not their sum.
     return max(totals)
 
 
@@ -96,6 +96,8 @@ def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
         if ready.group._is_multi_process:
             return execute(ready)
         try:
+            # An estimate may be too low: allocators fragment, and other programs use the device. So the first run is
+            # waited for.
             return execute(ready) if choice.has_run else _execute_first(ready, choice)
         except MemoryError:
             is_lost = any(update.variable._state.failure for update in ready.plan.updates)
@@ -109,6 +111,7 @@ def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
     """Run a call whose slices have not run yet, and wait. Out of memory, its variables get their old values back, from
     copies on the host if the call donates."""
     kept: dict[Shared, tuple[VariableState, list[np.ndarray]]] = {}
+    # A donated value is overwritten by the program that fails, so only a copy on the host can bring it back.
     for variable in [update.variable for update in ready.plan.updates]:
         state = ready.state(variable)
         kept[variable] = state, [np.array(leaf) for leaf in state.leaves] if ready.call.donate else []
@@ -137,9 +140,6 @@ class ProgramMemory(NamedTuple):
     """Bytes of one device while a program runs; None where the backend does not tell.
 
     Attributes:
-      arguments: bytes of its arguments.
-      temporary: bytes of its intermediate values.
-      results: bytes of its results.
       aliased: bytes of results that take the place of arguments.
       resident: bytes of variables and data of the call that the program does not take.
     """
@@ -152,28 +152,25 @@ class ProgramMemory(NamedTuple):
 
     @property
     def total(self) -> int | None:
-        """Return the sum of all."""
         if self.arguments is None or self.temporary is None or self.results is None or self.aliased is None:
             return None
         return self.arguments + self.temporary + self.results - self.aliased + self.resident
 
 
 def memory_of(program: Executable, plan: CallPlan) -> ProgramMemory:
-    """Return the bytes that a program of a plan needs."""
+    # Variables that a program does not take still lie on the device while it runs.
     read = plan.reads[program is plan.finish or plan.start is None]
     resident = sum(_device_bytes(v, plan, program.group) for v in plan.accepts if v not in read)
     return sizes_of(program)._replace(resident=resident)
 
 
 def sizes_of(program: Executable) -> ProgramMemory:
-    """Return the bytes that a program needs for itself."""
     analysis: Any = program.compiled.memory_analysis()
     kinds = ("argument", "temp", "output", "alias")
     return ProgramMemory(*(getattr(analysis, f"{kind}_size_in_bytes", None) for kind in kinds), resident=0)
 
 
 def variable_bytes(plan: CallPlan, group: Group) -> int:
-    """Return the bytes that all variables of a plan take on a device."""
     return sum(_device_bytes(variable, plan, group) for variable in plan.accepts)
 
 
@@ -184,11 +181,10 @@ def data_beside(rows: Rows, group: Group) -> int:
 
 
 def bytes_on_device(stacked: Any, group: Group) -> int:
-    """Return the bytes that a device holds of a stacked array."""
     return stacked.size * stacked.dtype.itemsize // (1 if group.is_simulated else group.size)
 
 
 def _device_bytes(variable: Shared, plan: CallPlan, group: Group) -> int:
-    """Return the bytes that a variable takes on a device; all simulated replicas share one device."""
+    # All simulated replicas share one device.
     once = sum(shape.size * shape.dtype.itemsize for shape in plan.accepts[variable][0].shapes)
     return once * (group.size if group.is_simulated and plan.layouts[variable] == "stacked" else 1)

@@ -52,24 +52,23 @@ class CallOptions(NamedTuple):
 OPTIONS = frozenset([*CallOptions._fields[:-1], "batches", "prefetch", "rtol", "atol", "update"])
 
 
+# Specs outlive calls in caches: a strong reference would keep a variable's memory on the devices.
 class VariableReference(ref[Shared]):
-    """A weak reference to a shared variable that is an argument. Specs outlive calls, and keep no variable alive."""
+    """A weak reference to a shared variable that is an argument."""
 
 
 def constant_of(value: Any) -> Any:
-    """Return the value of a constant: a referenced variable itself, anything else unchanged."""
     return value() if isinstance(value, VariableReference) else value
 
 
+# Compared by identity: a binder makes one object a tree, so the object is its own key, and warm calls hash no treedef
+# twice.
 @dataclass(frozen=True, eq=False)
 class ArgumentSpec:
-    """Layout of a call's arguments: which leaf is scattered or broadcast. A binder makes one object a tree, so the
-    object is its own key.
+    """Layout of a call's arguments: which leaf is scattered or broadcast.
 
     Attributes:
       treedef: the tree of (args, kwargs), with None in the place of static arguments.
-      scattered: indexes of the scattered leaves.
-      broadcast: indexes of the broadcast leaves.
       names: the name of each leaf in messages.
       parameters: for each given parameter that is not static, its tree of leaf indexes.
       statics: the value of each static argument, by parameter.
@@ -90,7 +89,6 @@ class ArgumentSpec:
 
     @cached_property
     def scattered_names(self) -> list[str]:
-        """Return the names of the scattered leaves."""
         return [self.names[i] for i in self.scattered]
 
     def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> tuple[Any, ...]:
@@ -100,7 +98,6 @@ class ArgumentSpec:
         return tuple([values[i] for i in range(len(places))])
 
     def call(self, fn: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
-        """Call `fn` with the static arguments put back in."""
         statics = {name: constant_of(value) for name, value in self.statics.items()}
         placed = map(statics.get, chain(self.positions, repeat("")), args)
         return fn(*placed, **{name: statics.get(name, value) for name, value in kwargs.items()})
@@ -110,7 +107,6 @@ class BoundArguments(NamedTuple):
     """Arguments of one call.
 
     Attributes:
-      spec: which leaf goes where.
       leaves: the leaves as the user passed them.
       numbers: if a loop picked the rows ahead of the call, the `Selection` of their numbers in the loop's input.
     """
@@ -138,6 +134,7 @@ class ArgumentBinder:
         self.positions = [
             p for p, q in self.parameters.items() if q.kind in (q.POSITIONAL_ONLY, q.POSITIONAL_OR_KEYWORD)
         ]
+        # A default array has a mode, like a given one: as a constant it would be whole on each replica.
         self._array_defaults = {p: a for p, a in _array_defaults(fn).items() if p not in self.static_names}
         self._specs = BoundedCache()
 
@@ -146,7 +143,6 @@ class ArgumentBinder:
         return self.modes.get(parameter, "scatter")
 
     def _modes(self, inputs: Any) -> dict[str, PyTree]:
-        """Return the modes of parameters, as `inputs` names them."""
         if inputs is None:
             return {}
         is_mapping = isinstance(inputs, Mapping)
@@ -186,6 +182,7 @@ class ArgumentBinder:
 
     def _checked(self, mode: PyTree, parameter: str) -> PyTree:
         for leaf in jax.tree.leaves(mode):
+            # "static" inside a tree would make a part of an argument a constant, for which a spec has no place.
             is_one = leaf in MODES or isinstance(leaf, Overlap)
             if not is_one or (leaf == "static" and mode != "static"):
                 raise ValueError(
@@ -199,12 +196,14 @@ class ArgumentBinder:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
         """Add array defaults, set static arguments aside, flatten the rest, and find the spec of its tree."""
         if self._array_defaults:
+            # A default whose parameter is given by position must not come again by keyword.
             defaults = {p: a for p, a in self._array_defaults.items() if p not in self.positions[: len(args)]}
             kwargs = {**defaults, **kwargs}
         static_keys: list[Any] = []
         statics: dict[str, Any] = {}
         # Static arguments may be no trees.
         leaves, treedef = tree_flatten(() if self.static_names else (args, kwargs))
+        # A variable is bound by identity, so that the function can read and assign it.
         if self.static_names or Shared in map(type, leaves):
             statics = self._statics(args, kwargs)
             # Static values stand beside the treedef in the key, not in it: a treedef's hash ignores its nodes' data.
@@ -229,13 +228,12 @@ class ArgumentBinder:
         return changed, {name: change(name, value) for name, value in kwargs.items()}
 
     def _with_arrays(self, parameter: str, argument: Any) -> Any:
-        """Make an array of every list of numbers, nested or not, in an argument."""
-
         def of_leaf(leaf: Any) -> Any:
             if type(leaf) is not list:
                 return leaf
             if leaf and _is_numbers(leaf):
                 return array_of_list(leaf, f"{self.name}: argument {parameter}")
+            # Lists of arrays remain trees; only lists of numbers, nested or not, are arrays.
             return [self._with_arrays(parameter, item) for item in leaf]
 
         return jax.tree.map(of_leaf, argument, is_leaf=lambda leaf: type(leaf) is list)
@@ -246,6 +244,7 @@ class ArgumentBinder:
             raise TypeError(f"{self.name}: {name!r} names a static parameter given by position, and a keyword.")
         statics: dict[str, Any] = {}
         given = {**dict(zip(self.positions, args, strict=False)), **kwargs}
+        # Sorted, so that keywords in another order make the same key.
         for name in sorted(given):
             argument = given[name]
             if type(argument) is Shared:
@@ -266,6 +265,7 @@ class ArgumentBinder:
 
     def _spec(self, treedef: Any, statics: Mapping[str, Any]) -> ArgumentSpec:
         places = range(treedef.num_leaves)
+        # Numbers in the place of leaves: binding them to parameters tells which leaf each parameter has.
         args, kwargs = treedef.unflatten(places)
         try:
             given = self.signature.bind(*args, **kwargs).arguments
@@ -319,16 +319,14 @@ def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
 
 
 def _array_defaults(fn: Callable[..., PyTree]) -> dict[str, Any]:
-    """Return the defaults that are dealt out like given arguments: trees with arrays, and lists of numbers.
-
-    Arrays that a functools.partial has bound stay constants.
-    """
+    """Return the defaults that are dealt out like given arguments: trees with arrays, and lists of numbers."""
     # A default behind a wrapper such as jax.vmap is a constant too: the wrapper may not accept it as an argument.
     # jax.jit passes all arguments on.
     outermost = next(link for link in links(fn) if not isinstance(link, jax.stages.Wrapped))
     with suppress(TypeError, ValueError):
         if inspect.signature(outermost, follow_wrapped=False) != _signature(outermost):
             return {}
+    # Arrays that a functools.partial has bound were given on purpose, as constants.
     bound = {name for link in links(fn) if isinstance(link, functools.partial) for name in link.keywords}
     defaults: dict[str, Any] = {}
     for name, parameter in _signature(fn).parameters.items():
@@ -341,8 +339,8 @@ def _array_defaults(fn: Callable[..., PyTree]) -> dict[str, Any]:
 
 
 def told_apart(value: Any) -> Any:
-    """Return a key that tells static values apart which are equal and compile to different programs: 1, 1.0 and True,
-    0.0 and -0.0."""
+    """Return a key that tells static values apart which are equal and compile to different programs."""
+    # 1 equals 1.0 and True, and 0.0 equals -0.0: as keys they would share a program.
     if isinstance(value, VariableReference):
         variable = value()
         return VariableReference, None if variable is None else variable._number
@@ -354,6 +352,7 @@ def told_apart(value: Any) -> Any:
         with suppress(TypeError):
             hash(parts)
             return type(value), value, parts
+    # The bytes tell -0.0 from 0.0, and NaN equals itself.
     if isinstance(value, np.generic | float | complex):
         return type(value), np.asarray(value).tobytes()
     return type(value), value
@@ -375,13 +374,11 @@ AUTO = "auto"
 
 
 def check_slices(num_slices: Any, name: str) -> None:
-    """Check that `num_slices` is an integer >= 1 or "auto"."""
     if not (isinstance(num_slices, str) and num_slices == AUTO):
         checked_integer(num_slices, f"{name}: num_slices", 1, 'give an integer >= 1, or "auto"')
 
 
 def no_rows(name: str, argument: str) -> ValueError:
-    """Return the error of a scalar that would be scattered."""
     parameter = re.split(r"[.\[]", argument)[0]
     return ValueError(
         f"{name}: argument {argument} is a scalar and has no rows to scatter. Pass {parameter} as "

@@ -40,7 +40,6 @@ class Blocks:
 
     @property
     def sizes_of_longest(self) -> list[int]:
-        """Return the rows of each block of the replica with the most rows."""
         return [
             min(self.size, int(self.lengths.max()) - first) for first in range(0, int(self.lengths.max()), self.size)
         ]
@@ -62,16 +61,17 @@ class Blocks:
 
 
 def fusion_barrier(group: Group, values: PyTree, part: Part) -> PyTree:
-    """Return values that XLA cannot fuse with what computes them.
-
-    Fused, a product and a sum become one operation with other bits, so the bits would depend on the code around.
-    """
+    """Return values that XLA cannot fuse with what computes them."""
+    # Fused, a product and a sum become one operation with other bits, so the bits would depend on the code around.
     if group.platform != "cpu":
         return lax.optimization_barrier(values)
     # XLA's CPU backend removes barriers before it fuses, but not a branch whose condition it does not know.
     leaves, treedef = jax.tree.flatten(values)
+    # Typed keys hold no floats, so nothing of them is fused.
     plain = [i for i, leaf in enumerate(leaves) if key_of(leaf) is None]
     apart = lax.cond(
+        # A call with blocks has rows, so the condition always holds. XLA cannot know: the number comes from the table
+        # of parts.
         part.total > 0,
         lambda leaves: leaves,
         lambda leaves: [jnp.zeros_like(leaf) for leaf in leaves],
@@ -83,6 +83,8 @@ def fusion_barrier(group: Group, values: PyTree, part: Part) -> PyTree:
 
 def rows_from(array: jax.Array, index: jax.Array | None, first: Any, rows: int) -> jax.Array:
     """Return so many of a replica's rows, from number `first` on; if it has fewer, earlier rows fill them up."""
+    # lax.dynamic_slice moves the start towards the front where rows are missing: a replica without such a block reads
+    # other real rows, whose results are dropped.
     if index is None or not index.ndim:
         return lax.dynamic_slice_in_dim(array, first if index is None else index + first, rows)
     return read_rows(array, lax.dynamic_slice_in_dim(index, first, rows), rows)

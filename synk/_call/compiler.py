@@ -37,7 +37,6 @@ class _Launch(NamedTuple):
     Attributes:
       sizes: the numbers of rows of its parts, most first; empty if it only combines states.
       counts: the rows of each replica's part, where programs depend on them.
-      is_last: whether it ends the call.
       carry: shapes of a replica's states so far; empty in the only launch of a call.
     """
 
@@ -61,7 +60,6 @@ class Compiler:
       states: shapes of a replica's states between launches.
       carried: indexes of the states that travel from launch to launch.
       kept: indexes of the states that each launch of `f.over` returns, whose entries it joins on the host.
-      carry: shapes of the carried states.
       reads: the variables that programs which run `fn` take, and those of the program that ends the call.
     """
 
@@ -78,6 +76,7 @@ class Compiler:
         self.carry = tuple([self.states[i] for i in self.carried])
         reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
         written = [variable for variable, _ in builder.updates]
+        # A replica without rows returns old values of the variables, so its program takes them even if `fn` reads none.
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
         launch = tuple(dict.fromkeys((*reads, *(written if has_gaps else ()))))
         of_then = epilogue.then[0].variables if epilogue.then else ()
@@ -93,14 +92,11 @@ class Compiler:
         self.updates = tuple(sorted(updates, key=lambda variable: places.get(variable, len(places))))
 
     def compile(self, owner: Any) -> tuple[dict[Any, Executable], Executable | None, Executable | None]:
-        """Compile the programs that run `fn`; of a sliced call also the program that makes the first states, and the
-        program that combines.
-
-        Sliced calls whose other launches differ share programs: `owner` keeps each by all that it is made of.
-        """
+        """Compile the programs that run `fn`; of a sliced call also those that make first states and combine."""
         builder, call = self.builder, self.call
         if not call.is_sliced:
             return {call.part_sizes[0]: self._compile(self._only_launch)}, None, None
+        # Sliced calls whose other launches differ share programs, so each is kept by all that it is made of.
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
@@ -113,6 +109,7 @@ class Compiler:
 
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:
+            # Replicas that run one after another in one program have their numbers of rows compiled in.
             kinds = [(parts.sizes, parts.counts) for parts in split_into_launches(call.lengths, call.num_slices)]
         programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
         start = self.group._cached(owner, ("start", self.carry), self._compile_start)
@@ -120,16 +117,14 @@ class Compiler:
 
     @property
     def _only_launch(self) -> _Launch:
-        """Return the task of the program of a call in one launch."""
         sizes = self.call.part_sizes[0]
         return _Launch(sizes, self.call.lengths or sizes * self.group.size, True)
 
     def inlined(self) -> Callable[..., Arrays]:
-        """Return the program of a traced call. It takes rows in equal blocks, one a replica, and broadcast arguments.
-
-        The call is one launch without variables, also if a replica runs its rows in slices.
-        """
+        """Return the program of a traced call: it takes equal blocks of rows and broadcast arguments."""
         call, spec = self.call, self._spec(self._only_launch)
+        # A traced call is one launch without variables, also if a replica runs slices; so table and captured arrays are
+        # all that is left.
         own: list[Any] = [constant.value for constant in spec.constants]
         if not call.is_plain:
             assert call.lengths is not None
@@ -139,7 +134,6 @@ class Compiler:
         return lambda *values: mapped(*values, *own)
 
     def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
-        """List the functions that a program runs."""
         traced = self.builder.traced
         # Blocks have other sizes than the parts that they make.
         sizes = traced if self.call.block is not None else [size for size in launch.sizes if size in traced]
@@ -147,15 +141,13 @@ class Compiler:
         return [*(traced[size] for size in sizes), *of_then]
 
     def _constants(self, launch: _Launch) -> list[Constant]:
-        """List the large arrays that the functions of a program have captured."""
         known = chain(*(traced.known() for traced in self._traced_in(launch)))
+        # Two functions of a program may have captured the same array: it is one argument.
         return list(dict.fromkeys(value for value in known if isinstance(value, Constant)))
 
     def _compile_start(self) -> Executable:
-        """Compile the program that makes the states of all replicas before the first launch.
-
-        These are zeros and not the identities of the ops, of which some are infinite: jax_debug_infs would refuse them.
-        """
+        """Compile the program that makes the states of all replicas before the first launch."""
+        # Zeros and not the identities of the ops, of which some are infinite: jax_debug_infs would refuse them.
         function, carry, size = self.builder.function, self.carry, self.group.size
 
         def body() -> list[jax.Array]:
@@ -166,6 +158,8 @@ class Compiler:
 
     def _executable(self, spec: ProgramSpec) -> Executable:
         """Compile a program in which the replicas' axis has the function's name for it."""
+        # The axis has the function's own name while JAX lowers the program, so that lax collectives of the user's find
+        # it.
         with axis_named(self.builder.function.axis_name):
             program = Executable(self.group, spec)
         self.builder.function.stats.compilations += 1
@@ -175,7 +169,6 @@ class Compiler:
         return self._executable(self._spec(launch))
 
     def _spec(self, launch: _Launch) -> ProgramSpec:
-        """Describe the program of a launch."""
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
         arguments = self._arguments(launch)
         given: list[Layout] = [layout for layout, _ in chain(*arguments)]
@@ -210,6 +203,7 @@ class Compiler:
             bounds.append(bounds[-1] + len(self._abstract(variable).shapes))
         places, at = dict(zip(reads, bounds, strict=False)), bounds[-1]
         carried = [places[v] + i for v in self.updates for i in range(len(self._abstract(v).shapes))]
+        # A batch of `f.over` writes no variable: its calls hand on the states so far.
         own, at, carried = list[int](), at + len(launch.carry), carried or [at + i for i in range(len(launch.carry))]
         for feed in call.feeds:
             own += [at] * (feed.layout == "rows") + [at + 1] * (feed.index is not None)
@@ -221,9 +215,9 @@ class Compiler:
         return Repetition(repeat.most, carried, own, len(reads) + 2, self.refuses_nan)
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
-        """Sort the arguments of a program on one replica."""
         arguments = iter(values)
         state = self.traces.leaves_of(self.reads[launch.is_last], arguments)
+        # A function is traced with whole leaves; a variable in shards brings its shard in their place.
         state = {v: v._spec.storage.on_replica(leaves, self.layouts[v]) for v, leaves in state.items()}
         carry, rest, constants = list(islice(arguments, len(launch.carry))), list(arguments), self._constants(launch)
         rest, placed = rest[: len(rest) - len(constants)], rest[len(rest) - len(constants) :]
@@ -232,19 +226,21 @@ class Compiler:
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
         part = part_of(table, self._own_rank() if rank is None else rank, max_rows, self.group.size, count)
+        # How many rows there will be in all is not known yet, so a part weighs its rows.
         if self.call.is_over:
             part = part._replace(weight=jnp.asarray(part.count, jnp.result_type(float)))
         arrays = arrays_of(self.call, rest) if launch.sizes else PartArrays([], None, rest)
         return state, carry, arrays._replace(constants=dict(zip(constants, placed, strict=True))), part
 
     def _own_rank(self) -> Any:
-        """Return the rank of the replica that runs."""
+        # One replica that all devices make has no axis.
         return jnp.int32(0) if isinstance(self.group, GroupAsOne) else lax.axis_index(replica_axis())
 
     def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
         """Run the part of a replica, which has one of these sizes, and return its states."""
         state, carry, arrays, part = taken
         if not launch.sizes:
+            # The launch that only combines gets states with the axis of replicas in front, of size 1.
             return self._all_states([leaf[0] for leaf in carry])
         return self.builder.states(sizes, state, arrays, part, launch.sizes[0])
 
@@ -255,6 +251,7 @@ class Compiler:
             return self._results(states, state, arrays, part)
         states = self.builder.accumulate(self._all_states(carry), states, part)
         kept = [states[i] for i in self.kept]
+        # Each process joins the entries of all replicas on its own host, so over processes they are gathered.
         return [*(states[i] for i in self.carried), *(all_gather(kept) if self.group._is_multi_process else kept)]
 
     def _each_rank(self, launch: _Launch, given: Sequence[Layout]) -> Body:
@@ -265,6 +262,7 @@ class Compiler:
 
         def body(*values: jax.Array) -> list[jax.Array]:
             states = run_rank_by_rank(self.group, run, self._with_all_halos(launch, values, given), given)
+            # What communicates needs all replicas at once, so the end of the program is mapped again.
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
 
             def finish(*values: jax.Array) -> list[jax.Array]:
@@ -283,7 +281,6 @@ class Compiler:
         return arguments
 
     def _with_all_halos(self, launch: _Launch, values: Arrays, given: Layouts) -> list[jax.Array]:
-        """Put the neighbours around the rows among a program's arguments of all replicas."""
         arguments, places = list(values), list(self._exchanging(launch, len(values)))
         if places:
             outs = layouts("stacked", len(places))
@@ -295,6 +292,7 @@ class Compiler:
     def _exchanging(self, launch: _Launch, count: int) -> dict[int, InputFeed]:
         """Find the arguments, of `count`, that are rows whose neighbours lie on other replicas."""
         feeds: dict[int, InputFeed] = {}
+        # Counted from the end, since the leaves of variables in front differ in number from program to program.
         at = count - len(self.call.broadcast) - (not self.call.is_plain) - (self.call.held_index is not None)
         at -= len(self._constants(launch))
         for feed in reversed(self.call.feeds if launch.sizes else ()):
@@ -349,6 +347,7 @@ class Compiler:
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """Return which lists of arguments a program may overwrite: the states so far, or old values of variables."""
+        # Each launch is the only reader of the states before it. Data and arguments are the user's and never donated.
         if not launch.is_last:
             return (len(self.reads[0]),)
         return tuple(i for i, v in enumerate(self.reads[1]) if v in self.updates) if self.call.donate else ()
@@ -366,6 +365,7 @@ class Compiler:
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
         before = {i: getattr(leaf, "array", leaf) for i, leaf in before.items() if leaf is not None}
         is_bad = any_not_finite(results) | any_not_finite(leaves, before)
+        # Replicas with values of their own may differ in the flag; all must refuse the call together.
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True)))
         flag = lax.psum(is_bad.astype(jnp.int32), replica_axis()) > 0 if differs else is_bad
         return [*leaves, *picked, flag]
@@ -376,10 +376,8 @@ class Compiler:
         return [states[i] if i in states else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(self.states)]
 
     def compile_over(self, made: Sequence[int]) -> Executable:
-        """Compile the program that ends `f.over`, and makes these outputs.
-
-        Its arguments are the carried states of all replicas, the number of rows, and which replicas had rows.
-        """
+        """Compile the program that ends `f.over` and makes these outputs, of carried states and numbers of rows."""
+        # Compiled at the end of the loop: which outputs it makes depends on what has been kept.
         size, count = self.group.size, len(self.carry)
 
         def body(*values: jax.Array) -> list[jax.Array]:

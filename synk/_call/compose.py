@@ -38,7 +38,6 @@ KNOWN = ("batch", "num_slices", "output_subset")
 
 @transfers_on_purpose()
 def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
-    """Trace a call into the transformation under way."""
     function, name, defaults = site.function, site.function.name, CallOptions._field_defaults
     unknown = [option for option in options._fields if option not in KNOWN]
     refused = {
@@ -55,9 +54,11 @@ def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     if function.engine == "jit":
         refuse_parts(name, bound.spec, options.num_slices, {})
     with axis_named(function.axis_name), own_mesh(name, site.group):
+        # A traced result must be one array: rows cannot stay on replicas as `Data`, which no transformation knows.
         site = site._replace(function=function.gathering())
         try:
             return _compose(site, bound, options)
+        # A function that communicates, over rows that do not divide, runs as one replica of all devices.
         except NeedsAllRows:
             return _compose(site.as_one(), bound, options)
 
@@ -135,7 +136,6 @@ def own_mesh(name: str, group: Group) -> Generator[None]:
 def run_inlined(
     group: Group, mapped: Callable[..., Sequence[jax.Array]], placed: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
-    """Run a mapped program as a part of the transformation under way."""
     try:
         return mapped(*placed)
     except ValueError as error:
@@ -146,7 +146,6 @@ def run_inlined(
 
 
 def _picked(rows: Rows) -> list[jax.Array]:
-    """Pick rows of the scattered arguments."""
     picked: list[jax.Array] = []
     for of_argument, array, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         with named(of_argument.what):
@@ -154,6 +153,7 @@ def _picked(rows: Rows) -> list[jax.Array]:
             if not isinstance(array, jax.Array):
                 picked.append(jnp.asarray(gather_rows(array, selection, of_argument.dtype)))
                 continue
+            # A slice has a cheap gradient, where that of a gather is a scatter.
             index = slice(selection.start, selection.start + selection.rows)
             array = narrowed(array[index if selection.indexes is None else selection.indexes])
             picked.append(array.astype(of_argument.dtype))
@@ -180,12 +180,14 @@ def in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None
         return source
     numbers = np.arange(len(source)) if overlap is None else with_neighbours(len(source), overlap)
     starts = np.cumsum([0, *lengths[:-1]])[:, None]
+    # Blocks must be equal for shard_map; copies of real rows fill short ones, since `fn` of zeros may be NaN.
     index = np.minimum(starts + np.arange(lengths[0] + halo_of(overlap)), len(numbers) - 1)
     return source.at[numbers[index.ravel()]].get(mode="promise_in_bounds")
 
 
 def place_traced(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
     """Move an array that one device holds to where a program over several devices can take it."""
+    # An uncommitted array moves by itself, and a tracer is placed by the program around.
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return array
     return put(group, array, layout)
@@ -194,10 +196,7 @@ def place_traced(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
 def _make(
     function: FunctionSpec, group: Group, call: CallSpec
 ) -> tuple[Callable[..., Sequence[jax.Array]], ResultSpec]:
-    """Make the program of a traced call, to be inlined, and the structure of what it returns.
-
-    The program takes rows in equal blocks, one a replica, and broadcast arguments.
-    """
+    """Make the program of a traced call, to be inlined, and the structure of what it returns."""
     builder = ProgramBuilder(CallTraces(function, group, call))
     epilogue = Epilogue(builder)
     # This traces `then`, which may touch variables too.
@@ -209,4 +208,5 @@ def _make(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "
             f'they would keep the value of now. Make it a "broadcast" argument and pass {variable.name}.value.'
         )
+    # Under jit the equations are traced once for all calls of the kind; without it each outer trace would repeat them.
     return jax.jit(Compiler(epilogue, (), {}).inlined()), epilogue.result

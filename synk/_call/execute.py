@@ -31,13 +31,8 @@ class ReadyCall(NamedTuple):
     """A call that only has to run.
 
     Attributes:
-      function: the function.
-      group: the replicas.
       form: what it has in common with other calls.
-      plan: the plan.
-      rows: the rows that it takes.
       broadcast: the broadcast arguments on the replicas, or their shapes if the call does not run.
-      num_slices: in how many slices replicas run their rows.
       choice: if synk has chosen the number of slices, the choice.
       view: gives the state of a variable that lives in another group.
     """
@@ -54,11 +49,9 @@ class ReadyCall(NamedTuple):
 
     @property
     def call(self) -> CallSpec:
-        """Return the key of the plan."""
         return self.form.call
 
     def state(self, variable: Shared) -> VariableState:
-        """Return the state of a variable as the call takes it."""
         return bind(variable, self.group) if self.view is None else self.view(variable)
 
 
@@ -66,9 +59,6 @@ class Outcome(NamedTuple):
     """Outcome of a call whose updates are not committed.
 
     Attributes:
-      leaves: the leaves of the result.
-      updates: the new states of the variables that the call updates.
-      plan: the plan that ran.
       is_refused: whether a number is not finite, which the function refuses.
     """
 
@@ -86,6 +76,7 @@ def execute(ready: ReadyCall) -> Any:
             raise NotFinite
         return 1
 
+    # States are read once, before anything is sent: what runs and what is committed belong to one moment.
     states = _states(ready)
     return _tree(ready, _launch(ready, states, _arguments(ready, states), count))
 
@@ -108,6 +99,7 @@ def execute_calls(
         check_variables(ready, states)
     try:
         values = values_of_calls(ready, calls, repeat)
+    # Rows of a later call may raise, which the user is to see only when the loop comes to that call.
     except Exception as error:
         raise NotTogether(str(error)) from error
     if lengths and not ready.form.is_plain:
@@ -119,6 +111,7 @@ def execute_calls(
     def count(values: list[jax.Array]) -> int:
         nonlocal ran
         last = plan.num_updated + size - 1
+        # Each call has results of its own, the flag last; new values stand in front once, for all calls.
         refused = (i for i in range(len(calls)) if plan.has_flag and _is_refused(ready, values[last + i * size]))
         ran = next(refused, ran)
         if not ran:
@@ -139,6 +132,7 @@ def values_of_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]
     rows = [rows for rows, _ in calls]
     values = feed_calls(group, rows, split_into_launches(lengths, 1)[0], repeat.most) if lengths else []
     broadcast = list(ready.broadcast)
+    # Broadcast arguments that all calls share are sent once.
     for i in repeat.own:
         leaf = ready.call.arguments.broadcast[i]
         broadcast[i] = stack_leaves(group, [leaves[leaf] for _, leaves in calls], repeat.most)
@@ -152,10 +146,10 @@ def flags_of(ready: ReadyCall, count: int, repeat: Repeat) -> jax.Array:
 
 
 def _states(ready: ReadyCall) -> dict[Shared, VariableState]:
-    """Return the states of all variables that a call touches."""
     states: dict[Shared, VariableState] = {}
     for variable in ready.plan.accepts:
         state = variable._state
+        # Most variables are in the group already: a call of `bind` for each takes time in every warm step.
         is_there = variable._group is ready.group and state.failure is None
         states[variable] = state if is_there else ready.state(variable)
     return states
@@ -184,12 +178,15 @@ def _launch(
             if variable is not None and state is not None:
                 invalidate(variable, state, name, error)
 
+    # From the launch to the last assignment no Ctrl-C comes between: a donated value is gone once the program has
+    # started.
     with uninterrupted():
         try:
             values = run(name, plan.last, arguments, lose)
             ran = count(values)
         except Exception as error:
             for update in plan.updates:
+                # A program that failed after it took donated values leaves the variables without any.
                 old = states[update.variable]
                 if any(leaf.is_deleted() for leaf in old.leaves):
                     invalidate(update.variable, old, name, error)
@@ -207,7 +204,6 @@ def _is_refused(ready: ReadyCall, flag: jax.Array) -> bool:
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
-    """Return the result as the user sees it."""
     plan, result = ready.plan, ready.plan.result
     leaves: list[Any] = values[plan.num_updated :]
     for i in plan.scattered:
@@ -221,6 +217,7 @@ def evaluate(ready: ReadyCall, view: View | None = None) -> Outcome:
     states = {variable: (view or ready.state)(variable) for variable in ready.plan.accepts}
     values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
     is_refused = ready.plan.has_flag and _is_refused(ready, values.pop())
+    # A peer's failure is to be named here, and not at some later read.
     if ready.group._is_multi_process:
         with translate_peer_errors(ready.group):
             jax.block_until_ready(values)
@@ -250,6 +247,7 @@ def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Se
     plan, lengths = ready.plan, ready.rows.lengths
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
+    # The usual call: one program, and no states between launches.
     if plan.finish is None:
         parts = split_into_launches(lengths, 1)[0] if lengths else None
         values = values_of(ready, rows_taken(ready) if ready.form.exchanges else ready.rows, parts)
@@ -265,6 +263,7 @@ def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Se
     for j, parts in enumerate(split_into_launches(lengths, ready.num_slices)):
         values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
         carry = run(ready.function.name, plan.program_of(parts), [*first, carry, values])
+        # Gathered rows of a slice take as many places as its longest part, on every replica.
         slot += parts.max_rows
     whole = split_into_launches(lengths, 1)[0]
     return [*last, carry, [*ready.broadcast, place_table(ready, whole)]]
@@ -273,17 +272,16 @@ def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Se
 def leaves_taken(
     ready: ReadyCall, states: dict[Shared, VariableState], variables: Sequence[Shared]
 ) -> list[list[jax.Array]]:
-    """Return the leaves of variables in the layouts that programs take."""
     taken: list[list[jax.Array]] = []
     for variable in variables:
         state, layout = states[variable], ready.plan.layouts[variable]
         here = state.abstract.layout
+        # A variable that will differ from this call on is stacked before, so that its program has one layout for both.
         taken.append(state.leaves if here == layout else relayout(ready.group, state.leaves, here, layout))
     return taken
 
 
 def rows_taken(ready: ReadyCall) -> Rows:
-    """Return the rows of a call, after replicas have exchanged those that they need."""
     start = perf_counter()
     rows = exchanged(ready.group, ready.rows)
     ready.function.stats.sending += perf_counter() - start
@@ -325,7 +323,6 @@ def run(
     on_failure: Callable[[Exception], None] = ignore_failure,
     advice: str = FEWER_ROWS,
 ) -> list[jax.Array]:
-    """Start a program; raise its failure in words that name the function."""
     try:
         return program.launch(arguments, on_failure)
     except Exception as error:
@@ -338,12 +335,12 @@ def run(
 def _updates(
     ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState], count: int = 1
 ) -> dict[Shared, VariableState]:
-    """Return the new states of the variables that `count` calls in a row write."""
     updates: dict[Shared, VariableState] = {}
     # What one call makes unequal, the next one reads.
     for _ in range(count):
         states = states | updates if updates else states
         for variable, start, stop, abstract, depends_on in ready.plan.updates:
+            # Equal inputs give equal values, so only what a new value depends on is looked at, never the value.
             is_equal = depends_on is not None
             for needed in depends_on or ():
                 is_equal = is_equal and states[needed].is_equal

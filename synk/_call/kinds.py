@@ -56,16 +56,14 @@ _NO_ROWS = Selection(None, 0, 0)
 
 
 class Kind:
-    """Calls that differ in values alone: the trees of their arguments, shapes, types, places of data and options are
-    the same.
-
-    A kind depends on its key alone. It never reads an argument, and refers to no leaf and to no function.
+    """Calls that differ in values alone: trees of arguments, shapes, types, places of data and options are the same.
 
     Attributes:
       is_new: whether no call of the kind has run.
       base: the key of their plans, as far as it does not depend on the rows that are picked.
     """
 
+    # A kind outlives its calls in a cache, so it refers to no leaf and no function, and never reads an argument.
     is_new = True
 
     def __init__(self, site: Site, spec: ArgumentSpec, specs: Sequence[LeafSpec], options: CallOptions) -> None:
@@ -96,8 +94,7 @@ class Kind:
             self._whole = self._select(site, Selection(None, 0, self._rows), None, "slice")
 
     def _sort_by_rows(self) -> None:
-        """Tell apart arguments that bring the rows of the batch, those from which `batch_s` picks, and those from which
-        `batch` picks; check how many rows they have."""
+        """Tell apart arguments that bring the rows of the batch, and those from which `batch_s` and `batch` pick."""
         self._minibatch: list[int] = []
         self._on_replicas: list[int] = []
         self._picked: list[int] = []
@@ -128,7 +125,6 @@ class Kind:
         return common_rows(self.name, self._spec.scattered_names, self._scattered, which)
 
     def _check_local(self) -> None:
-        """Check the options of a call with rows that this process alone holds."""
         if self._block is not None or self._has_batch_s or any(self._spec.overlaps):
             raise ValueError(
                 f"{self.name}: synk.local rows stay in their process, so they do not go with blocks=, batch_s or "
@@ -173,6 +169,7 @@ class Kind:
             call = with_parts(site.function, base, lengths, self._slices)
             return Form(base, call, inputs, lengths, self._slices)
 
+        # Minibatches of one size are one form, whatever rows they pick.
         return self._forms.get((picks, lengths), make)
 
     def _input(
@@ -184,6 +181,7 @@ class Kind:
         if leaf.kind == "data" and site.home is None:
             picks_of = Picks(count, is_run, index, False, self._has_batch_s, self._slices > 1, overlap, self._block)
             if i in self._minibatch:
+                # Minibatch data is taken whole, whatever the batch picks of the others.
                 picks_of = picks_of._replace(rows=leaf.shape[0], is_run=True, index="slice")
             elif i in self._on_replicas:
                 kind = self.base.held_index or "slice"
@@ -216,6 +214,7 @@ class Kind:
         """Select the rows of a call by `batch` and `batch_s`, and find its form; `sources` are its rows, if known."""
         rows_before, on_replicas = None, None
         if self._whole is not None:
+            # A call of all rows selects none anew: nothing here depends on values.
             form, selections = self._whole
             lengths = form.lengths
         elif self._is_local:
@@ -285,6 +284,7 @@ class Kind:
         home = site.home or site.group
         is_multi_process = home._is_multi_process
         sources = [leaves[i].source for i in self._spec.scattered]
+        # The other processes wait for this one's number of rows: an error here must reach them, or they would hang.
         try:
             rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
             selection = select(options.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
@@ -321,6 +321,7 @@ class Kind:
         self, site: Site, form: Form, batch_s: Any
     ) -> tuple[tuple[int, ...] | None, ReplicaSelection | None]:
         """Return the rows of each replica that a variable brings, and those that `batch_s` picks from it."""
+        # Which variable a function reads is known by a trace alone.
         holder = form.holder(site)
         lengths = None if holder is None else site.state(holder).rows_per_replica
         if holder is not None and self._block is not None:
@@ -347,12 +348,12 @@ class Kind:
         """Bring the broadcast arguments to every replica; of a call that does not run, return their shapes."""
         at = 0
         try:
+            # `at` tells the error below which argument was on its way.
             return [place(group, leaves[at := i]) for i, place in self._placers]
         except OverflowError as error:
             raise too_large(self._what(at), error) from None
 
     def values_on_host(self, rows: Rows, leaves: Sequence[Any]) -> list[Any]:
-        """Return the values that all processes must have alike."""
         return values_on_host(rows, leaves, self._spec.broadcast)
 
 
@@ -367,12 +368,10 @@ def refuse_parts(name: str, spec: ArgumentSpec, slices: int, others: dict[str, b
 
 
 def read_resident(leaf: Any, group: Group) -> jax.Array:
-    """Return the rows of data on the devices."""
     return resident(leaf, group)
 
 
 def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
-    """Return the shape of the rows of data on the devices."""
     return abstract_rows(leaf, group)
 
 
@@ -383,6 +382,7 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
     if options.output_subset is not None:
         options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
     home_size = None if site.home is None else site.home.size
+    # Only the kind of an index is in the key, not its values.
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
     asked = (
         ref(group), bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1],
@@ -397,16 +397,13 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
             return Kind(site, bound.spec, [spec_of_part(part) for part in parts], options)
 
         kind = site.plans.kept(group, (*asked, *parts), make, function.is_over)
+        # By weak reference: the cache, and not the newest call, decides how long a kind lives.
         site.plans.newest = asked, parts, ref(kind)
     return kind, leaves
 
 
 def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
-    """Return the key of a call whose replicas have so many rows each, in so many slices.
-
-    Programs take the number of rows of each replica as data; part sizes are compiled in. Where outputs have an entry a
-    row or a part, programs of unequal parts know all lengths.
-    """
+    """Return the key of a call whose replicas have so many rows each, in so many slices."""
     if lengths is None:
         return call
     rows = sum(lengths)
@@ -418,6 +415,8 @@ def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] 
     if function.blocks is not None:
         # Programs know which replica has which blocks, so that they need no branches.
         return call._replace(part_sizes=((max(lengths),),), lengths=lengths, is_even=False, block=function.blocks)
+    # Programs take the number of rows of each replica as data, and part sizes are compiled in. Where outputs have an
+    # entry a row or a part, programs of unequal parts know all lengths.
     part_sizes, is_even, count = _part_sizes(lengths, slices)
     is_data = not function.gathers or function.is_over or (is_even and count == 1)
     num_slices = 1 if count == 1 else 2 if is_data else count
@@ -428,14 +427,12 @@ def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] 
 
 @lru_cache(maxsize=1024)
 def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], bool, int]:
-    """Return the sizes of parts of the first launch and of each further kind of launch, whether replicas have equally
-    many rows, and how many launches there are."""
+    """Return the sizes of parts of each kind of launch, whether replicas have equally many rows, and the launches."""
     first, *later = [parts.sizes for parts in split_into_launches(lengths, slices)]
     return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
-    """Check that `output_subset` is a sequence of indexes or keys, and return it as a tuple."""
     is_list = isinstance(subset, Sequence) and not isinstance(subset, str)
     if not is_list or not all(isinstance(entry, int | str | np.integer) for entry in subset):
         raise TypeError(f"{name}: output_subset is {shown(subset)}; give a list of indexes or keys.")
@@ -443,8 +440,7 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
 
 
 def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_check: bool = False) -> ReadyCall:
-    """Recognise a call, select its rows, and find or make its plan. With `may_check`, the first call of a kind is
-    checked if the user has asked for that."""
+    """Recognise a call, select its rows, and find or make its plan."""
     choice, asked, function, group = None, options, site.function, site.group
     if function.blocks is not None:
         # Blocks run one at a time anyway.
@@ -454,6 +450,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
         options = options._replace(num_slices=choice.slices)
     kind, leaves = recognise(site, bound, options)
     form, rows = kind.select(site, leaves, options)
+    # Compared before a plan is made: a process with other arguments would wait in another program.
     if group._is_multi_process and site.way != "absent":
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(
@@ -473,6 +470,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
         check_row_count(function.name, plan.least_rows, rows.lengths)
     if plan.scattered:
         _check_dealt_out(function.name, rows.lengths or (), group.size)
+    # SYNK_CHECK=law checks the first call of each kind, before it runs.
     if may_check and kind.is_new:
         function.on_first_call(site, bound, options, plan)
         kind.is_new = False
@@ -489,7 +487,7 @@ def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
 
 
 def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
-    """Return the number of slices for num_slices="auto"."""
+    # Nothing runs while slices are chosen, so shapes are enough and no argument is placed.
     site = site._replace(way="absent")
 
     def form_of(slices: int) -> tuple[Form, Rows]:
@@ -526,7 +524,6 @@ def start(site: Site, bound: BoundArguments, options: CallOptions, run: Callable
 
 
 def check_row_count(name: str, least: int, lengths: tuple[int, ...] | None) -> None:
-    """Check that a call has as many rows in all as its outputs need."""
     count = sum(lengths or ())
     if count < least:
         raise ValueError(
@@ -540,6 +537,7 @@ def is_stale(site: Site, bound: BoundArguments, options: CallOptions) -> bool:
         options = options._replace(num_slices=_choose(site, bound, options).slices)
     kind, leaves = recognise(site, bound, options)
     form, rows = kind.select(site, leaves, options)
+    # A plan may be kept under the key with all lengths, if its programs depend on these.
     calls = [form.call] if rows.lengths is None else [form.call, form.of_lengths().call]
     return any(
         site.plans.is_stale(site, plan_key(site.function, call), partial(trace_plan, site, call)) for call in calls

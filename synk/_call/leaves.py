@@ -59,7 +59,6 @@ class LeafSpec(NamedTuple):
 
 @lru_cache(maxsize=256)
 def is_tracer_type(cls: type) -> bool:
-    """Check for a type of JAX's tracers."""
     return issubclass(cls, jax.core.Tracer)
 
 
@@ -84,6 +83,7 @@ def recognise_leaves(
       The leaves as arrays, numbers, files of rows, `Data` or rows of this process; and the part of each in the key of
       the kind of call, from which `spec_of_part` makes its `LeafSpec`.
     """
+    # The commonest types come first, told by identity of the type: warm calls look at each leaf.
     leaves, parts = bound.leaves, list[Any]()
     for i, leaf in enumerate(leaves):
         cls = type(leaf)
@@ -104,9 +104,9 @@ def recognise_leaves(
 
 
 def spec_of_part(part: Any) -> LeafSpec:
-    """Return the spec of a leaf from its part in the key."""
     if isinstance(part, LeafSpec):
         return part
+    # A Python number is known by its type alone, and False, 0 and 0.0 have the dtypes of all.
     if isinstance(part, type):
         return LeafSpec("number", (), number_dtype(part()), part is not bool)
     if isinstance(part, tuple):
@@ -167,6 +167,7 @@ def check_leaves(spec: ArgumentSpec, specs: Sequence[LeafSpec], name: str) -> No
     """Check what can be told without values: that leaves hold numbers, and scattered PRNG keys have rows."""
     for i, leaf in enumerate(specs):
         if isinstance(leaf.dtype, np.dtype) and not is_number(leaf.dtype):
+            # `_as_source` raises: an empty array of the dtype has the message of a real one.
             _as_source(np.empty(0, leaf.dtype), f"{name}: argument {spec.names[i]}")
         if i in spec.scattered and leaf.key is not None and leaf.kind == "array" and not leaf.shape:
             raise no_rows(name, spec.names[i])
@@ -176,7 +177,6 @@ def check_leaves(spec: ArgumentSpec, specs: Sequence[LeafSpec], name: str) -> No
 
 
 def broadcast_aval(leaf: LeafSpec) -> tuple[tuple[int, ...], Any, bool]:
-    """Return shape, dtype and weakness of a broadcast argument in programs."""
     # Programs take typed keys as they are. `Data` holds the raw data of keys.
     is_plain = isinstance(leaf.dtype, np.dtype)
     return leaf.shape, narrow(leaf.dtype) if is_plain else leaf.dtype, leaf.is_weak
@@ -212,6 +212,7 @@ def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: boo
         # Copies of the data may be there already.
         is_there = PLACES[leaf.place].layout == "replicated" and is_at_home
         return _resident if is_there else _replicate_data
+    # An array that a program can take as it lies costs no copy; `_spread` asks in each call.
     if leaf.kind == "array":
         return _spread if leaf.dtype == broadcast_aval(leaf)[1] else _replicate
     if leaf.kind == "host" and not group._is_multi_process and is_staged(group, leaf.shape, narrow(leaf.dtype)):
@@ -225,6 +226,7 @@ def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: boo
 def stack_leaves(group: Group, leaves: Sequence[Any], most: int) -> Any:
     """Bring the values of a broadcast argument for several calls to every replica: an entry a call, and fillers."""
     key, values = key_of(leaves[0]), [host_copy(as_data(leaf)) for leaf in leaves]
+    # Fillers keep one shape for fewer calls, so that a loop's last round needs no other program.
     whole = np.stack(values + values[-1:] * (most - len(values)))
     if key is None and group._has_one_device:
         return whole
@@ -252,6 +254,7 @@ def _spread(group: Group, leaf: jax.Array) -> jax.Array:
 
 
 def _copy(group: Group, leaf: Any) -> np.ndarray:
+    # A copy, since JAX may read the host's memory after the call returns, and the user may write there.
     return host_copy(leaf)
 
 

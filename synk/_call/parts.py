@@ -29,6 +29,7 @@ def split_into_launches(lengths: tuple[int, ...], num_slices: int) -> list[PartR
     # More slices than the longest part has rows would be empty.
     slices = min(num_slices, max(lengths))
     before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, slices) for length in lengths]
+    # Cached, with tuples for parts: a loop asks for the same lengths in each call, and parts are keys of tables.
     launches: list[PartRows] = []
     for parts in zip(*cuts, strict=True):
         offsets, counts = zip(*parts, strict=True)
@@ -41,8 +42,6 @@ class Part(NamedTuple):
     """Part that a replica runs: Python numbers where all replicas run equally many rows, else traced numbers.
 
     Attributes:
-      rank: the replica.
-      count: rows of the part.
       first_row: number of its first row in the selection.
       offset: number of its first row among the replica's rows.
       seen: more than 0 if the replica had rows in earlier parts.
@@ -51,7 +50,6 @@ class Part(NamedTuple):
       row_slot: place of its first row among the gathered rows of all slices.
       part_slot: place of its entry in outputs with an entry a part.
       present: which replicas have rows; None for all.
-      total: rows of the call.
     """
 
     rank: jax.Array
@@ -73,7 +71,6 @@ class PartArrays(NamedTuple):
     Attributes:
       arrays: for each scattered argument an array, and an index of the rows in it or None.
       held_index: the index of rows in variables that hold rows.
-      broadcast: the broadcast arguments.
       spares: a real row for each array that has none behind the replica's rows, by the array's index. The row
         fills parts that a replica runs although it has fewer rows.
       constants: the arguments that captured arrays are.
@@ -94,7 +91,6 @@ class PartArrays(NamedTuple):
         return rows
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "PartArrays":
-        """Apply a function to the scattered arrays and the broadcast arguments."""
         arrays = [(function(array), index) for array, index in self.arrays]
         return self._replace(arrays=arrays, broadcast=[function(leaf) for leaf in self.broadcast])
 
@@ -118,9 +114,9 @@ def table_of_batch(
 ) -> tuple[Any, ...]:
     """Return the table for one launch of a batch of `f.over`, as a part of one call over the rows of all batches.
 
-    `first_row` is the number of the batch's first row among these; `has_seen` tells which replicas had rows of earlier
-    batches. Instead of a number of rows seen, the table holds 1: few tables differ, so most of them are placed already.
+    `first_row` is the number of the batch's first row; `has_seen` tells which replicas had rows of earlier batches.
     """
+    # Instead of a number of rows seen, the table holds 1: few tables differ, so most of them are placed already.
     counts, starts, offsets, lengths, _, *slots = part_table(parts, lengths)
     first_rows = starts if not first_row else tuple([first_row + start for start in starts])
     seen = tuple([int(had or offset > 0) for had, offset in zip(has_seen, offsets, strict=True)])
@@ -134,6 +130,7 @@ def part_of(
 
     `count` is the number of rows of each part, if all have as many.
     """
+    # Python numbers: XLA folds weights and masks that do not depend on the replica.
     if table is None:
         first_row, total = (rank, None) if rows is None else (rank * rows, rows * replicas)
         return Part(rank, rows, first_row, 0, 0, 1.0 / replicas, 1.0, 0, 0, total=total)
@@ -150,6 +147,7 @@ def part_of(
         offset=offset,
         seen=seen,
         weight=float_count / total.astype(real),
+        # A replica without rows would divide by 0, and NaN times its zeros is NaN.
         share=float_count / jnp.maximum(length, 1).astype(real),
         row_slot=row_slot,
         part_slot=part_slot,
@@ -159,7 +157,6 @@ def part_of(
 
 
 def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:
-    """Sort the arguments of a program into arrays, indexes and broadcast arguments."""
     rest = list(values)
     arrays = [(rest.pop(0), rest.pop(0) if feed.index is not None else None) for feed in call.feeds]
     held_index = rest.pop(0) if call.held_index is not None else None
@@ -182,19 +179,18 @@ def spare_rows(rows: Mapping[int, jax.Array], has_rows: Any, may_lack: bool) -> 
     """Return the first row of each array, of shape (1, ...); a replica without rows takes those of another replica."""
     firsts = [array[:1] for array in rows.values()]
     if may_lack and firsts:
+        # A replica without rows has no real row of its own, and `fn` of zeros may divide by 0.
         *firsts, there = all_gather([*firsts, has_rows])
         firsts = [array[jnp.argmax(there)] for array in firsts]
     return dict(zip(rows, firsts, strict=True))
 
 
 def fill_up(rows: jax.Array, count: Any, spare: jax.Array) -> jax.Array:
-    """Replace all rows behind the first `count` by the spare row."""
     is_real = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
     return jnp.where(is_real.reshape(-1, *[1] * (rows.ndim - 1)), rows, spare)
 
 
 def pad_rows(array: jax.Array, rows: int | None) -> jax.Array:
-    """Append zeros to an array up to so many rows."""
     if rows is None or array.shape[0] == rows:
         return array
     return jnp.pad(array, [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1))

@@ -40,7 +40,6 @@ class UpdateSlice(NamedTuple):
     """Update of one variable by a call.
 
     Attributes:
-      variable: the variable.
       start: number of its first new leaf among the results of the last program.
       stop: number behind its last new leaf.
       abstract: shapes and layout of the new state.
@@ -68,19 +67,12 @@ class CallPlan:
       held: the variables that hold rows.
       must_be_equal: the variables that must be equal on all replicas: those that blocks read, and those that a `then`
         which adds up itself updates.
-      layouts: the layout of each variable as programs take it.
-      updates: the updates of variables.
-      result: the structure of what the call returns.
       scattered: indexes of the leaves of the result that stay on the replicas that made them.
-      outputs: the structure of what `fn` returned.
       has_flag: whether the last program also tells that a number is not finite, and then updates nothing.
       narrowest: the narrowest dtype of the floats that `fn` computes.
       whole: the operations of `fn` that move numbers along the rows, where XLA divides the work.
       flops: flops of `fn` over so many rows, in matrix products and convolutions.
-      flops_of_then: flops of `then`.
-      least_rows: the number of rows in all that the outputs need.
       uses_rank: what `fn` and `then` use that tells parts of equal rows apart, as `synk.rank`.
-      communicates: whether `fn` communicates.
       alone: why a program cannot run several such calls in a row; "" if it can.
       compiler: for `f.over`, the compiler of the program that ends it, which depends on what has been kept. Otherwise
         None, since it refers to the function.
@@ -110,7 +102,6 @@ class CallPlan:
     compiler: Compiler | None
 
     def program_of(self, parts: PartRows) -> Executable:
-        """Return the program of one launch of several."""
         return self.programs.get(parts.counts) or self.programs[parts.sizes]
 
     @cached_property
@@ -120,7 +111,6 @@ class CallPlan:
 
     @cached_property
     def last(self) -> Executable:
-        """Return the program that ends a call."""
         return self.finish or next(iter(self.programs.values()))
 
 
@@ -134,7 +124,6 @@ class Traced(NamedTuple):
     Attributes:
       accepts: for each variable that the function reads or writes, the states for which the trace is right.
       record: what identifies the trace: equal records make the same programs.
-      finish: makes the plan.
     """
 
     accepts: Mapping[Shared, tuple[AbstractState, ...]]
@@ -149,7 +138,6 @@ class Reached:
     Attributes:
       made: the number of the newest variable at the time of the trace.
       names: the objects under the function's own names.
-      record: the record of the trace.
     """
 
     made: int
@@ -161,7 +149,6 @@ class Kept:
     """A plan that is kept.
 
     Attributes:
-      plan: the plan.
       accepts: the states of variables for which it was made.
       reached: returns the surroundings of its trace; None if only serial runs may take the plan, and once it is
         dropped. They refer to the function, which plans in a group must not.
@@ -178,6 +165,8 @@ class Kept:
     def fits(self, site: "Site") -> bool:
         """Tell whether the state of each variable is one of those for which the plan was made."""
         for variable, states in self.accepts.items():
+            # Most variables live in the site's group: asking them directly saves a call of `state` for each in a warm
+            # step.
             is_seen_as_is = site.view is None and variable._group is site.group
             state = variable._state if is_seen_as_is else site.state(variable)
             if state.abstract not in states:
@@ -188,16 +177,15 @@ class Kept:
 class PlanCache:
     """Plans of one function: for each kind of call a list, with a plan for each state of the variables that it touches.
 
-    Plans live in their group, and go with it or with the function. Plans that refer to the function live here.
-    If a variable was made after a plan's trace, or a name of the function has another object, the call is traced once
-    more. The plan stays if the trace is the same.
-
     Attributes:
       owner: the owner of plans in groups, which go with it. It holds those that refer to the function, for few groups.
       compiled: the newest plans, from which explain tells why a plan had to be made.
     """
 
     def __init__(self) -> None:
+        # Plans live in their group, and go with it or with the function. If a variable was made after a plan's trace,
+        # or a name of the function has another object, the call is traced once more. The plan stays if the trace is the
+        # same.
         self.owner = BoundedCache(MAX_GROUPS)
         self.compiled: deque[Compiled] = deque(maxlen=64)
         # Not in the group, which would keep the function alive.
@@ -213,14 +201,13 @@ class PlanCache:
         return tuple([variable for ref in self._touched.keyrefs() if (variable := ref()) is not None])
 
     def find(self, site: "Site", key: Any, trace: Callable[[], Traced], *, holds_function: bool = False) -> Any:
-        """Return the plan for a key; make it if there is none.
-
-        A site that runs afresh always traces the function, since what it captures may have changed.
-        """
+        """Return the plan for a key; make it if there is none, and always for a site that runs afresh."""
         group, is_afresh = site.group, site.way == "afresh"
         entries: list[Kept] = self.kept(group, key, list, holds_function)
         if (entry := self.current(entries, site)) is not None:
             return entry.plan
+        # The number is read before the trace: a variable that the trace, or another thread, makes meanwhile is newer
+        # than the plan.
         made, traced = newest(), trace()
         # Names are read after the trace, in which a function may count its traces.
         now = Reached(made, Names(site.function.by_user), traced.record)
@@ -243,12 +230,14 @@ class PlanCache:
         left = [each for each in entries if each in self._reached and each not in {entry, *replaced}]
         # Plans that calls may take come first: a warm call looks at no others.
         left = sorted([entry, *left], key=lambda each: each.reached() is None)
+        # Asked for again, since `_forget` may have put another owner in the place of the one whose list was read. 64
+        # states of variables are more than calls alternate between.
         self.kept(group, key, list, holds_function)[:] = left[:64]
         return entry.plan
 
     def _count_values(self, function: str, replaced: set[Kept]) -> dict[str, int]:
-        """Count the values of each captured number for which plans were made, the newest in place of `replaced`.
-        Warn at the third."""
+        """Count the values of each captured number for which plans were made. Warn at the third."""
+        # A value that has changed once may be set-up; one that has changed twice probably changes in each step.
         counts: dict[str, int] = {}
         for each in [each for each in replaced if each in self._reached]:
             new = {name: each.values.get(name, 1) + 1 for name in self._reached[each].names.new_numbers()}
@@ -281,8 +270,7 @@ class PlanCache:
         return now == trace().record or without_objects(now) != without_objects(before)
 
     def current(self, entries: Sequence[Kept], site: "Site") -> Kept | None:
-        """Return the first plan that is as the function would make it now, for variables as they are; None for a site
-        that runs afresh."""
+        """Return the first plan that is as the function would make it now; None for a site that runs afresh."""
         for entry in () if site.way == "afresh" else entries:
             reached = entry.reached()
             # Of the newest variable first, since that takes the least time.
@@ -291,8 +279,7 @@ class PlanCache:
         return None
 
     def _forget(self, spared: set[Kept], now: Reached, touched: set[Shared]) -> None:
-        """Drop the plans of earlier traces that touch other variables, but for those spared. If none is left for a
-        variable, drop all programs too, which refer to it."""
+        """Drop the plans of earlier traces that touch other variables, but for those spared."""
         # Copies, since another thread may drop entries meanwhile.
         known = [each for each in list(self._reached.items()) if each[0].accepts.keys() - touched]
         old = [entry for entry, reached in known if reached.made < now.made or not reached.names.are_same()]
@@ -300,17 +287,16 @@ class PlanCache:
         for entry in stale:
             self._reached.pop(entry, None)
         left = touched.union(*[entry.accepts for entry in list(self._reached)])
+        # Programs refer to the variables that they take, so without a plan for a variable they would keep its memory.
         if gone := {variable for entry in stale for variable in entry.accepts} - left:
             self.owner = BoundedCache(MAX_GROUPS)
         for variable in gone:
             self._touched.pop(variable, None)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
-        """Return what `make` has made for a key.
-
-        It is kept in the group. What refers to the function is kept here instead, for a few groups: the group would
-        keep the function alive.
-        """
+        """Return what `make` has made for a key."""
+        # The group keeps what goes with it. What refers to the function is kept here, for a few groups: the group would
+        # keep the function alive.
         if not holds_function:
             return group._cached(self.owner, key, make)
         return self.owner.get(group, BoundedCache).get(key, make)
@@ -320,9 +306,6 @@ class Site(NamedTuple):
     """A function, the group that runs it, and the way in which its calls run.
 
     Attributes:
-      function: the function.
-      plans: the plans of the function's calls.
-      group: the group that runs the calls.
       way: "live"; "trial" if old values of variables must stay; "afresh" if also the function is to be traced as it is
         now, whatever it captured before; "absent" if calls are compiled and not run, so that shapes are enough.
       home: the group in which variables and data live, if that is another group.
@@ -343,11 +326,9 @@ class Site(NamedTuple):
         return self._replace(group=group, home=home, view=view)
 
     def state(self, variable: Shared) -> VariableState:
-        """Return the state of a variable, as the calls see it."""
         return state_in(variable, self.group) if self.view is None else self.view(variable)
 
     def abstract(self, variable: Shared) -> AbstractState:
-        """Return the shapes, layout and rows of a variable."""
         return self.state(variable).abstract
 
 
@@ -370,7 +351,6 @@ class SliceChoice:
     """Choice of the number of slices for one kind of call.
 
     Attributes:
-      slices: the number of slices.
       most: the most slices that there can be: the rows of the longest part.
       has_run: whether such a call has ended without running out of memory.
     """
@@ -410,18 +390,18 @@ class Form:
         self._holders: list[Kept] = []
 
     def with_call(self, call: CallSpec) -> "Form":
-        """Return the form with another key."""
         return Form(self._base, call, self.inputs, self.lengths, self._slices)
 
     def of_lengths(self) -> "Form":
         """Return the same calls with the key of plans that depend on the rows of each replica."""
         if self._exact is None:
+            # Without lengths in the key programs know only whether there are several slices. With lengths they know how
+            # many.
             count = len(split_into_launches(self.lengths or (), self._slices))
             self._exact = self.with_call(self.call._replace(lengths=self.lengths, num_slices=count))
         return self._exact
 
     def repeated(self, repeat: Repeat) -> "Form":
-        """Return the form of such calls in a row."""
         if repeat not in self._repeated:
             self._repeated[repeat] = self.with_call(self.call._replace(repeat=repeat))
         return self._repeated[repeat]
@@ -439,6 +419,7 @@ class Form:
             self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
         else:
             plan = kept.plan
+        # A new exception, since a raised one keeps its traceback, and with it the frames of a call.
         if isinstance(plan, Exception):
             raise type(plan)(*plan.args)
         return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
@@ -477,7 +458,6 @@ def find_plan(site: Site, call: CallSpec) -> CallPlan | None:
 
 
 def _compile(traced: Traced, function: FunctionSpec) -> Any:
-    """Make the plan of a trace, and count the seconds."""
     start = perf_counter()
     try:
         return traced.finish()
@@ -492,11 +472,11 @@ def _compile(traced: Traced, function: FunctionSpec) -> Any:
 
 
 def trace_plan(site: Site, call: CallSpec) -> Traced:
-    """Trace a kind of call, to be finished as a `CallPlan`; as None if programs depend on the rows of each replica, and
-    as the words of a refusal if one replica is to take all rows."""
+    """Trace a kind of call: a `CallPlan`, None if programs depend on all lengths, or the words of a refusal."""
     traces = CallTraces(site.function, site.group, call, site.view)
     try:
         builder = ProgramBuilder(traces)
+    # A refusal is kept like a plan, so that a warm call does not trace to find it again.
     except NeedsAllRows as needed:
         refusal = NeedsAllRows(str(needed)) if call.repeat is None else RunsAlone(COMMUNICATES)
         return Traced(traces.accepts, traces.record, lambda: refusal)
@@ -526,7 +506,6 @@ def _make_plan(
     plans: PlanCache,
     accepts: Mapping[Shared, tuple[AbstractState, ...]],
 ) -> CallPlan:
-    """Lower and compile a kind of call."""
     builder, traces, call, result = epilogue.builder, epilogue.traces, epilogue.call, epilogue.result
     if isinstance(builder.group, GroupAsOne) and call.has_rows:
         plans.count_rows(builder.function.name, max(size or 0 for size in builder.traced))
@@ -568,7 +547,6 @@ def _make_plan(
 
 
 def _check_blocks(traces: CallTraces) -> None:
-    """Refuse a call with blocks that has no rows, or touches a variable that holds rows."""
     name, block = traces.function.name, traces.function.blocks
     if traces.call.block is None:
         raise ValueError(f"{name}: blocks={block} are blocks of rows, but no argument of this call is scattered.")
@@ -583,6 +561,7 @@ def _check_blocks(traces: CallTraces) -> None:
 
 def _must_be_equal(traces: CallTraces, depends_on: Mapping[Shared, tuple[Shared, ...] | None]) -> tuple[Shared, ...]:
     """Return the variables that must be equal on all replicas when a call begins."""
+    # An answer that depends on no replica needs the same variables on all.
     if traces.call.block is not None:
         return tuple(traces.touched)
     needed = dict.fromkeys(chain(*(depends_on[v] or () for v in depends_on if traces.are_in_shards([v]))))
@@ -596,6 +575,8 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
     first, is_one = epilogue.builder.first, isinstance(epilogue.builder.group, GroupAsOne)
     for variable, _ in first.writes:
+        # Replicas see other rows, so what `fn` writes differs, whatever it computes: equality is derived and never
+        # compared.
         differs = (epilogue.call.has_rows or first.uses_rank) and not is_one
         depends_on[variable] = None if differs else first.variables
     if epilogue.then is None:
@@ -619,6 +600,7 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
 def _diverging(traces: CallTraces, depends_on: dict[Shared, tuple[Shared, ...] | None]) -> set[Shared]:
     """Return the updated variables of which replicas have different values from now on."""
     differing = {v for v, needed in depends_on.items() if needed is None}
+    # A variable that differs makes those differ that are computed from it, and so on.
     while True:
         unequal = [v for v in traces.touched if not v._spec.storage.is_sharded]
         stacked = differing | {v for v in unequal if traces.abstract(v).layout == "stacked"}

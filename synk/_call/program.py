@@ -93,7 +93,6 @@ class ProgramBuilder:
         return next(iter(self.traced.values()))
 
     def _sizes(self) -> Iterable[int | None]:
-        """Return all numbers of rows that `fn` runs over."""
         if self.call.block is not None:
             return Blocks(self.call).sizes
         sizes = [size for sizes in self.call.part_sizes for size in sizes if size != 0]
@@ -104,6 +103,7 @@ class ProgramBuilder:
     def _wanted(self) -> list[int]:
         """Return the indexes of the outputs that are needed: all, unless `output_subset` leaves some out."""
         outputs, function, subset = self.outputs, self.function, self.call.asked.output_subset
+        # `then` takes all outputs, and nan="raise" looks at all.
         if subset is None or function.then is not None or function.refuses_nan:
             return list(range(len(outputs.leaves)))
         return outputs.needed_for(result_spec(outputs.treedef, outputs.keys, subset, function.name).picked)
@@ -118,8 +118,7 @@ class ProgramBuilder:
         return split_rows(rows or 1, min(self.call.num_slices, rows or 1))
 
     def _check_like_first(self, rows: int | None, other: TracedFunction, which: Container[int] | None = None) -> None:
-        """Check that a part of so many rows has updates of the same variables, and outputs which combine the same
-        shapes; with `which` only that these outputs do."""
+        """Check that a part of so many rows is like the first: in all, or in the shapes of the outputs `which`."""
         name, first, most = self.function.name, self.first, next(iter(self.traced))
         for i, (leaf, *parts) in enumerate(zip(first.outputs.leaves, first.shapes, other.shapes, strict=False)):
             one, two = (part.shape for part in parts)
@@ -137,10 +136,9 @@ class ProgramBuilder:
             )
 
     def _check_entries(self) -> None:
-        """Refuse an output with an entry a row under an op that combines parts entry by entry.
-
-        An axis as long as the part need not follow the rows, as those of a gradient do not. A second trace tells.
-        """
+        """Refuse an output with an entry a row under an op that combines parts entry by entry."""
+        # An axis as long as the part need not follow the rows, as those of a gradient do not. A second trace, over
+        # twice as many rows, tells.
         rows, name_of = next(iter(self.traced)), self.function.name_of_output
         suspects = [
             i
@@ -214,11 +212,10 @@ class ProgramBuilder:
 
     @cached_property
     def selects_branches(self) -> bool:
-        """Tell whether all branches run, one is selected, and nothing runs in a loop.
-
-        XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
-        (https://github.com/jax-ml/jax/issues/12868; jaxlib 0.12 still does).
-        """
+        """Tell whether all branches run, one is selected, and nothing runs in a loop."""
+        # XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
+        # (https://github.com/jax-ml/jax/issues/12868; jaxlib 0.12 still does). Callbacks must run once, so they keep
+        # the branch.
         has_convolution = any(traced.has_convolution for traced in self.traced.values())
         return self.group.platform == "cpu" and has_convolution and not self._has_callbacks
 
@@ -252,10 +249,7 @@ class ProgramBuilder:
         max_rows: int | None,
         known: Sequence[Any],
     ) -> list[jax.Array]:
-        """Run `fn` over a part of so many rows, and return its states.
-
-        `known` holds what the arrays that `fn` captured determine.
-        """
+        """Run `fn` over a part of so many rows, and return its states; `known` is computed of captured arrays."""
         traced = self.traced[size]
         first_row = jnp.asarray(part.first_row, jnp.int32)
         seen = iter(self._read(size, state, arrays, part))
@@ -292,7 +286,6 @@ class ProgramBuilder:
 
     @cached_property
     def _held(self) -> list[Shared]:
-        """Return the variables that hold rows and that `fn` reads."""
         read = dict.fromkeys(chain(*(traced.variables for traced in self.traced.values())))
         return list(filter(self.traces.holds_rows, read))
 
@@ -306,11 +299,9 @@ class ProgramBuilder:
     def _without_weightless(
         self, run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], leaves: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """Run `fn` so that no gradient flows into values of weight 0.
-
-        Such a value is often divided by its weight, and the gradient of 0 / 0 is NaN. XLA removes all of the first run
-        but the weights.
-        """
+        """Run `fn` so that no gradient flows into values of weight 0."""
+        # A value of weight 0 is often divided by its weight, and the gradient of 0 / 0 is NaN. So a second run takes
+        # the arguments as constants where the weight is 0. XLA removes all of the first run but the weights.
         results = run(leaves)
         weights = [leaf.weight for leaf in self.outputs.leaves]
         has_effects = any(traced.has_effects for traced in self.traced.values())
@@ -322,11 +313,11 @@ class ProgramBuilder:
         return results
 
     def _prepare_updates(self, state: State, written: Iterable[jax.Array], part: Part) -> Iterable[jax.Array]:
-        """Return the states of the updates of one part."""
         new = self.traces.leaves_of([variable for variable, _ in self.updates], written)
         for variable, reduction in self.updates:
             for i, (leaf, shape) in enumerate(zip(new[variable], self.traces.abstract(variable).shapes, strict=True)):
                 if self.traces.holds_rows(variable):
+                    # Rows are stored padded to those of the longest part.
                     leaf = pad_rows(leaf, shape.shape[0])
                 if reduction is UPDATES["add"]:
                     leaf = leaf - state[variable][i]
@@ -345,6 +336,7 @@ class ProgramBuilder:
             ),
         ]
         for i, reduction in enumerate(self.reductions):
+            # States in shards are added up over the replicas while `fn` runs, so the state is the shard of the sum.
             if i in self.summed_in_shards:
                 shapes[i] = shard_shape(shapes[i], self.group.size)
             if reduction.collective in ("gather", "scatter") and self.call.has_rows:
@@ -358,6 +350,7 @@ class ProgramBuilder:
             *(None for _ in self.reduced),
             *chain(*(state[variable] for variable, _ in self.updates)),
         ]
+        # All branches of a switch return the same shapes.
         shapes = self.state_shapes(self.slots if self.call.is_composed else {True: max_rows or 0, False: 1})
         return [
             jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype)
@@ -383,6 +376,7 @@ class ProgramBuilder:
     def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]:
         """Return the states of a replica after its last part; identities if it had no rows."""
         return [
+            # Sums begin with zeros, which are their identity already.
             jnp.where(is_present, state, jnp.asarray(reduction.identity(state.dtype), state.dtype))
             if reduction.collective in ("max", "min", "prod")
             else state
@@ -390,14 +384,12 @@ class ProgramBuilder:
         ]
 
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-        """Add the states of one more part to those so far; a part without rows changes nothing.
-
-        States so far may have an axis of size 1 in front, and keep it.
-        """
+        """Add the states of one more part to those so far, which may have an axis of size 1 in front."""
         states: list[jax.Array] = []
         merged = self._merge(before, new, part)
         for i, (leaf, reduction) in enumerate(zip(new, self.reductions, strict=True)):
             front = before[i].ndim - leaf.ndim
+            # The axis in front is that of the replicas: removing it would be a copy, see `Compiler._arguments`.
             leaf = lax.expand_dims(leaf, range(front))
             if i in merged:
                 states.append(merged[i])
@@ -437,10 +429,12 @@ class ProgramBuilder:
         # Entries of a slice go where the longest part has them, so that all replicas agree.
         places = np.array([cut.start for cut in self._slices(self.slots[True])], np.int32)
         states = self.empty_states()
+        # Slices differ by at most one row: one loop for each of the two sizes.
         for rows, cuts in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
             numbers, starts = np.array([(number, cut.start) for number, cut in cuts], np.int32).T
             index = [starts[:, None] + np.arange(rows + halo_of(overlap)) for overlap in self.call.arguments.overlaps]
             pairs = zip(arrays.arrays, index, strict=True)
+            # Gathered in advance, since the loop divides along its axis; halos overlap, so a reshape would not do.
             chunks = [array.at[which].get(mode="promise_in_bounds") for (array, _), which in pairs]
 
             def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
@@ -542,7 +536,6 @@ class Epilogue:
             builder.summed_in_shards = frozenset(self.in_shards)
 
     def _check_scattered(self) -> None:
-        """Refuse outputs that stay on the replicas in calls without rows, or before a `then`."""
         if self.scattered and not self.call.has_rows:
             raise ValueError(
                 f'{self.function.name}: "scatter" keeps rows where they were made, but this call has no rows.'
@@ -558,6 +551,7 @@ class Epilogue:
         """Find the sums for `then` that have the shape of a leaf in shards of a variable that it reads or writes."""
         if self.then is None or self.call.block is not None or not self.traces.are_in_shards(self.then_variables):
             return {}
+        # A gradient has the shape of its leaf. Another sum of that shape is right in shards too.
         shapes = {shape for v in self.then_variables for shape in v._spec.storage.shapes_in_shards}
         found: dict[int, tuple[int, ...]] = {}
         for i, leaf in enumerate(self.reduced):
@@ -568,7 +562,6 @@ class Epilogue:
 
     @cached_property
     def then_variables(self) -> list[Shared]:
-        """Return the variables that `then` reads or writes."""
         traced, _ = self.then or (None, ())
         return [] if traced is None else list(dict.fromkeys((*traced.variables, *(v for v, _ in traced.writes))))
 
@@ -602,6 +595,7 @@ class Epilogue:
             # Nothing is left to travel.
             reduced[i] = reduced[i]._replace(reduction=replace(reduced[i].reduction, collective="scatter"))
         if self.call.lengths is not None and present is not None:
+            # Lengths that are compiled in make the mask a constant.
             present = np.array(self.call.lengths) > 0
         with self._parts_alone():
             whole = combine_replicas(
@@ -631,11 +625,13 @@ class Epilogue:
         """Return the outputs that are made of kept states, whose entries `f.over` has joined; None for all others."""
         combined, reduced = self.builder.combined, self.reduced
         with self._parts_alone():
+            # Joined entries are on the host, where no collective is needed: only what the op does at its end is left.
             wholes = {combined[i]: reduced[i].reduction.finalize(joined, None) for i, joined in entries.items()}
             return self.outputs.finish(wholes, None)
 
     def _parts_alone(self) -> AbstractContextManager[None]:
         """Return a context in which ops of the user's see parts alone, and no variable."""
+        # Traces note what `fn` and `then` read. What an op reads would go unnoticed, so an op may read no variable.
         name = f"{self.function.name}: an op, or the merge or finish of a Monoid,"
         return stateless(name, "It combines parts alone: return the value beside them, or use it in then.")
 
@@ -653,7 +649,6 @@ class Epilogue:
 
     @cached_property
     def result(self) -> ResultSpec:
-        """Return the structure of what the call returns."""
         treedef, keys = self.outputs.treedef, self.outputs.keys
         if self.then is not None:
             treedef, keys = self.then[0].outputs
@@ -668,13 +663,14 @@ class Epilogue:
         states = self.builder.state_shapes(self.builder.slots)[: len(self.reduced)]
         with axis_named(self.function.axis_name):
             axes = [(replica_axis(), self.group.size)]
+            # Only the shapes of combined outputs are needed; the states are those of one replica, so the axis is named
+            # here.
             whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
         written = [variable for variable, _ in self.builder.updates]
         return self.traces.then(self.function.then, self.outputs, whole, written)
 
     @property
     def flops_of_then(self) -> int:
-        """Return the flops of `then` in matrix products and convolutions, for what the call returns and writes."""
         if self.then is None:
             return 0
         count, traced = self.then[0].outputs[0].num_leaves, self.then[0]
@@ -682,7 +678,6 @@ class Epilogue:
 
     @property
     def _has_barrier(self) -> bool:
-        """Tell whether a barrier stands between combining and `then`."""
         may_help = self.group.platform == "gpu" and not (self.group._has_one_device or self.call.is_composed)
         return self.function.has_barrier and may_help
 

@@ -71,6 +71,7 @@ def repeated(
         """Return what the calls have of an argument, in the shapes that programs of one call take."""
         if given_layouts[i] == "replicated":
             return value
+        # Sent with the axis of replicas in front, as all arrays are; the loop divides along the axis of calls.
         value = jnp.moveaxis(value, 1, 0)
         return value.reshape(rule.most, -1, *value.shape[3:]) if given_layouts[i] == "rows" else value
 
@@ -86,6 +87,7 @@ def repeated(
             return results[: len(state)], results[len(state) :]
 
         state = [given[i] for i in rule.carried]
+        # The branch of a call that is not there returns results of the same shapes, which nobody reads.
         shapes = jax.eval_shape(run, state, [leaf[0] for leaf in own])[1]
 
         def keep(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -40,11 +40,13 @@ def map_rows(function: FunctionSpec, call: CallSpec, rows: int | None, /, *args:
     context.size *= rows if is_axis else 1
     rank = context.rank
     arguments, treedef = jax.tree.flatten((args, kwargs))
+    # The number of each row goes through the map with it, for synk.row_numbers and synk.row_keys.
     leaves = [jnp.arange(rows, dtype=jnp.int32), *arguments]
     axes = [0, *(0 if i in call.arguments.scattered else None for i in range(len(arguments)))]
 
     def run(row: Any, *leaves: Any) -> PyTree:
         args, kwargs = treedef.unflatten(leaves)
+        # Set while the function of one row is traced, and reset for outputs, which belong to the part.
         context.row, context.rank = row, context.first_row + row if is_axis else rank
         try:
             return jax.tree.map(jnp.asarray, call.arguments.call(function.fn, *args, **kwargs))

@@ -68,12 +68,10 @@ class Rows(NamedTuple):
 
 
 def read_array(leaf: Any, group: Group) -> Any:
-    """Return the rows of an array, of typed PRNG keys their raw data."""
     return as_data(leaf)
 
 
 def read_source(leaf: Any, group: Group) -> Any:
-    """Return the rows of data, or of this process."""
     return source_of(leaf) if isinstance(leaf, Data) else leaf.source
 
 
@@ -92,7 +90,6 @@ def refuse_together(group: Group, name: str) -> None:
 
 
 def check_equal_counts(name: str, counts: dict[str, int]) -> None:
-    """Check that all arguments bring as many rows to a call; `counts` has the number of rows by argument."""
     if len(set(counts.values())) > 1:
         text = ", ".join(f"{rows} of {argument}" for argument, rows in counts.items())
         raise ValueError(
@@ -127,7 +124,6 @@ def common_rows(
 
 
 def _instead_of_other_rows(pair: dict[str, Any]) -> str:
-    """Say how to pass arguments with different numbers of rows."""
     keys = [name for name, leaf in pair.items() if _has_keys(leaf)]
     if keys:
         return (
@@ -141,14 +137,13 @@ def _instead_of_other_rows(pair: dict[str, Any]) -> str:
 
 
 def _has_keys(leaf: Any) -> bool:
-    """Tell whether the rows of an argument are PRNG keys, typed or raw."""
     dtype = getattr(leaf, "dtype", np.dtype(bool))
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and leaf.shape[1:] == (2,))
 
 
 def values_on_host(rows: Rows, leaves: Sequence[Any], broadcast: Sequence[int]) -> list[Any]:
-    """Return the values that all processes must have alike: the rows picked, the picks of `batch_s`, and broadcast
-    arguments. Rows of this process alone and arrays that lie on other processes too are left out."""
+    """Return the values that all processes must have alike: rows and positions picked, and broadcast arguments."""
+    # Rows of this process alone differ by design, and arrays that lie on other processes too cannot be read here.
     values: list[Any] = []
     for spec, selection in zip(rows.inputs, rows.selections, strict=True) if rows.rows_before is None else ():
         leaf = leaves[spec.leaf]
@@ -192,6 +187,7 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
     indexes: dict[Any, Any] = {}
     for spec, source, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         if spec.is_whole:
+            # The array is taken as it lies if its parts are those of the replicas; else it is cut first.
             is_there = source.sharding == group.stacked or (
                 takes(group, source, "rows") and not is_cut_by_host(group, source)
             )
@@ -210,6 +206,7 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
         values.append(source)
         if index is None:
             continue
+        # By identity of the selection: comparing its indexes would take as long as sending them.
         key = (layout, index, id(selection), overlap)
         if key not in indexes:
             has_all = layout == "replicated" or (group.size == 1 and rows.on_replicas is None)
@@ -223,8 +220,7 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
 
 
 def feed_calls(group: Group, calls: Sequence[Rows], parts: PartRows, most: int) -> list[Any]:
-    """Bring several calls in a row their rows, as `feed_rows` does for one; of data on the devices there is one array
-    for all calls."""
+    """Bring several calls in a row their rows, as `feed_rows` does for one."""
     values: list[Any] = []
     indexes: dict[Any, Any] = {}
     for i, (spec, source) in enumerate(zip(calls[0].inputs, calls[0].sources, strict=True)):
@@ -235,6 +231,7 @@ def feed_calls(group: Group, calls: Sequence[Rows], parts: PartRows, most: int) 
             asked = widened(parts, overlap)
             values.append(send_rows_of_calls(group, sources, selections, asked, spec.dtype, most))
             continue
+        # Data on the devices is one array for all calls, of which each has its own index.
         values.append(source)
         key = (index, id(selections[0]), overlap)
         if index is not None and key not in indexes:
@@ -247,7 +244,6 @@ def feed_calls(group: Group, calls: Sequence[Rows], parts: PartRows, most: int) 
 
 
 def _index_of_all(group: Group, selection: Selection, kind: IndexKind, parts: PartRows) -> Any:
-    """Send the index by which replicas that have all rows pick those of a launch."""
     return send_index(group, _positions_of_all(group, selection, kind, parts))
 
 
@@ -265,6 +261,7 @@ def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | 
     replicas = list(zip(chosen.chosen, parts.offsets, parts.counts, strict=True))
     if kind == "slice":
         return send_index(group, np.array([s.start + o if n else 0 for s, o, n in replicas], np.int32))
+    # Replicas with fewer rows read row 0 behind their own; programs drop what they compute of it.
     index = np.zeros((len(replicas), parts.max_rows), np.int32)
     for row, (selection, offset, count) in zip(index, replicas, strict=True):
         row[:count] = selection.positions(offset, offset + count)

@@ -109,4 +109,5 @@ def _alike(site: Site, calls: Sequence[Call]) -> tuple[Kind, Form, list[tuple[Ro
 def _share_data(one: Rows, other: Rows) -> bool:
     """Tell whether two calls pick rows from the same data on the devices."""
     triples = zip(one.inputs, one.sources, other.sources, strict=True)
+    # A program takes one array of data for all of its calls; rows from the host come stacked.
     return all(a is b or spec.feed.layout == "rows" for spec, a, b in triples)

@@ -57,14 +57,11 @@ class FunctionSpec:
     """A function as its user asked for it.
 
     Attributes:
-      name: the name of the function in messages.
-      fn: the user's function.
       ops: a tree of reductions, a prefix of what `fn` returns.
       then: the function of the combined outputs.
       then_parameters: returns the names of the parameters that `then` has after so many outputs.
       engine: how programs are mapped over replicas.
       donate: whether old values of updated variables may be overwritten.
-      stats: counters of the calls.
       made_by: the call that made the function, in messages.
       axis_name: what the axis of the replicas is called in `fn` and `then`.
       of_one_row: whether `fn` takes one row, and is mapped over those of a part; "axis" if rows communicate, so that
@@ -121,10 +118,7 @@ class FunctionSpec:
         return f"output{path}", True
 
     def gathering(self) -> "FunctionSpec":
-        """Return the function that runs under a trace, in the serial run, and to compare.
-
-        Its outputs are whole: no rows stay on replicas, and all sums are made before `then`.
-        """
+        """Return the function whose outputs are whole: no rows stay on replicas, and sums are made before `then`."""
         if self.plain is not None:
             return replace(self.plain, gathers_all=True)
         if all(op.collective != "scatter" for op in jax.tree.leaves(self.ops)):
@@ -143,7 +137,6 @@ class FunctionSpec:
 
     @cached_property
     def ops_by_user(self) -> list[Any]:
-        """Return the ops that are functions of the user's."""
         return [op.finalize for op in jax.tree.leaves(self.ops) if op.name == "callable"]
 
     @cached_property
@@ -191,14 +184,12 @@ class CallSpec(NamedTuple):
       keys: the PRNG implementation of each leaf, or None, in the order of the tree.
       held_index: how `batch_s` picks from the rows that variables hold.
       asked: options of the call, without those that are told by rows and parts.
-      donate: whether old values may be overwritten.
       part_sizes: for the first launch and for each further kind of launch, the numbers of rows that parts have, most
         first. Which replica has how many is data. ((None,),) for a call without rows.
       lengths: rows of each replica, if programs depend on them.
       is_even: whether all replicas have equally many rows.
       num_slices: 1 for one launch; else the number of slices if programs depend on it, or 2.
       is_composed: whether the call is part of an outer transformation.
-      is_over: whether the call is a batch of `f.over`.
       block: rows of a block, if each replica runs its blocks one by one in one launch.
       repeat: the calls that a program runs one after another; None for one call.
     """
@@ -223,12 +214,10 @@ class CallSpec(NamedTuple):
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Return shape and dtype of a row of each scattered argument."""
         return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.rows]
 
     @property
     def broadcast_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of the broadcast arguments."""
         return [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in self.broadcast]
 
     @property
@@ -248,13 +237,11 @@ class CallSpec(NamedTuple):
 
 
 def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
-    """Return the function with a `then`."""
     if not callable(then):
         raise TypeError(f"{spec.name}: then is {shown(then)}; give a function of the combined outputs.")
     parameters = list(inspect.signature(then).parameters.values())
 
     def following(outputs: int) -> list[str]:
-        """Return the names of the parameters that `then` has after the outputs."""
         if any(p.kind == p.VAR_POSITIONAL for p in parameters):
             return []
         there = counted(outputs, "output")

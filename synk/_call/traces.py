@@ -67,36 +67,36 @@ class CallTraces:
             return state_in(variable, self.group).abstract
         if isinstance(self.group, GroupAsOne):
             return view_of_shapes(self.group)(variable).abstract
+        # A view may copy a value, which under a trace would become an equation.
         with jax.ensure_compile_time_eval():
             return self.view(variable).abstract
 
     @property
     def accepts(self) -> dict[Shared, tuple[AbstractState]]:
-        """Return the states of the touched variables, for which the traces are right."""
         return {variable: (self.abstract(variable),) for variable in self.touched}
 
     def holds_rows(self, variable: Shared) -> bool:
-        """Tell whether a variable holds rows."""
         return self.abstract(variable).rows_per_replica is not None
 
     def _rows_held(self, variable: Shared) -> int | None:
         return max(self.abstract(variable).rows_per_replica or (), default=None)
 
     def are_in_shards(self, variables: Iterable[Shared]) -> bool:
-        """Tell whether each replica stores a part of one of these variables."""
         return self.group.size > 1 and any(v._spec.storage.is_sharded for v in variables)
 
     def leaves_of(self, variables: Iterable[Shared], values: Iterable[jax.Array]) -> State:
-        """Sort a flat list of leaves by variable."""
         rest = iter(values)
         return {variable: [next(rest) for _ in self.abstract(variable).shapes] for variable in variables}
 
     def _expected(self, fn: Any) -> list[Shared]:
         """Return the variables that `fn` will probably read. Guessing right saves a second trace."""
+        # A view may copy each variable it looks at, also those that the function does not read. Guessing right saves a
+        # second trace.
         is_cheap = self.view is None or isinstance(self.group, GroupAsOne)
         return list(filter(self._is_readable, shared_in(fn))) if is_cheap else []
 
     def _is_readable(self, variable: Shared) -> bool:
+        # A variable that the function names and does not read must not fail the call.
         try:
             self.abstract(variable)
         except SynkError:
@@ -104,7 +104,6 @@ class CallTraces:
         return True
 
     def of_rows(self, rows: int | None, keeps_lines: bool = False) -> TracedFunction:
-        """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
         # A collective inside `fn` must see the rows of all replicas: not those of one slice or batch, nor branches.
         # Rows of a map know nothing of one another, unless they have an axis of their own.
@@ -149,7 +148,6 @@ class CallTraces:
         return traced
 
     def _output_rules(self, rows: int | None) -> OutputRules:
-        """Return the rules for outputs of a part of so many rows."""
         function, call = self.function, self.call
         overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
@@ -182,11 +180,11 @@ class CallTraces:
         return traced
 
     def _runs_as_one(self, traced: TracedFunction | None) -> bool:
-        """Tell whether one replica that all devices make may run a function that communicates. Without a trace of a
-        part it may; an error of the function's own comes from all rows then."""
+        """Tell whether one replica that all devices make may run a function that communicates."""
         function, call = self.function, self.call
         if function.needs_parts or call.is_sliced or call.held_index is not None or any(call.arguments.overlaps):
             return False
+        # Without a trace of a part it may: an error of the function's own then comes from all rows.
         if traced is None:
             return True
         # One replica has rank 0 and size 1.
@@ -209,8 +207,8 @@ class CallTraces:
         return f' {function.made_by}(..., engine="jit") takes any number.'
 
     def _record(self, traced: TracedFunction) -> None:
-        """Note the variables and the fingerprint of a trace."""
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
+        # By number and not by object: records are kept, and must keep no variable alive.
         reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
         # Two traces may have the same equations and return different trees, or Monoids with other functions.
         outputs = traced.outputs
@@ -341,6 +339,7 @@ def _refused_axis(
 ) -> tuple[str, TracedFunction | None]:
     """Say why a function may not communicate over its axis here; also return its trace with the axis, None where that
     raises. Raise ValueError where no other rows would help, and the error itself if it is about something else."""
+    # JAX's message is all that tells an unbound axis from another NameError.
     sees, match = request.sees, re.search(r"unbound axis name: (\w+)", str(error))
     traced = None
     if isinstance(error, NoAxisError):
@@ -377,7 +376,6 @@ def shared_in(fn: Any) -> list[Shared]:
 
 
 def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueError:
-    """Make the error about a variable that holds rows, in a call that deals rows out in blocks."""
     return ValueError(
         f"{name}: {variable} holds rows, which lie where they are, but blocks={block} deals rows out. Pass them as an "
         f"argument: x = synk.gather({variable}, nd_up=0)."
@@ -400,7 +398,6 @@ def _instead_of_communicating(function: FunctionSpec, call: CallSpec, replicas: 
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:
-    """Make the error about a call that would assign rows of which it sees only some."""
     return ValueError(
         f"{name}: {variable} holds rows, so it cannot be updated in a call with batch_s, which sees some of them."
     )

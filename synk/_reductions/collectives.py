@@ -23,19 +23,16 @@ SUMMED_TOGETHER = 16
 
 
 def all_sum(values: Arrays) -> list[jax.Array]:
-    """Sum each array over the replicas."""
     return list(values) if _is_alone() else _reduced(lax.psum, values)
 
 
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
-    """Take the elementwise maximum or minimum over the replicas, NaN if one has NaN. Extremes have no gradient.
-
-    Floats travel as integers of the same order, since all-reduces of floats may lose NaN
-    (https://github.com/openxla/xla/issues/21461). Minima travel as maxima of the reverse order, so that one collective
-    a dtype serves both.
-    """
+    """Take the elementwise maximum or minimum over the replicas, NaN if one has NaN. Extremes have no gradient."""
     if _is_alone():
         return list(values)
+    # Floats travel as integers of the same order, since all-reduces of floats may lose NaN
+    # (https://github.com/openxla/xla/issues/21461). Minima travel as maxima of the reverse order, so that one
+    # collective a dtype serves both.
     keys = [_sortable(array, low) for array, low in zip(values, is_min, strict=True)]
     largest = _reduced(lax.pmax, keys)
     return [_unsortable(k, a.dtype, low) for k, a, low in zip(largest, values, is_min, strict=True)]
@@ -53,16 +50,20 @@ def all_gather(values: Arrays) -> list[jax.Array]:
 
 
 def _is_alone() -> bool:
+    # The sum of a Python number over an axis is its size, known while tracing.
     return lax.psum(1, replica_axis()) == 1
 
 
 def _sortable(array: jax.Array, is_min: bool) -> jax.Array:
     """Map numbers to integers of the same order, or of the reverse order for minima. NaN becomes the largest."""
+    # The complement reverses the order of signed and of unsigned integers, and, unlike a negation, maps no number
+    # outside the dtype.
     if not jnp.issubdtype(array.dtype, jnp.floating):
         key = array.astype(jnp.int32) if array.dtype == np.bool_ else array
         return ~key if is_min else key
     wide = array if array.dtype.itemsize >= 4 else array.astype(jnp.float32)
     key = _ordered(lax.bitcast_convert_type(wide, jnp.int64 if wide.dtype.itemsize == 8 else jnp.int32))
+    # NaN is the largest key in both orders, so that it wins whichever extreme is taken.
     return jnp.where(jnp.isnan(wide), jnp.iinfo(key.dtype).max, ~key if is_min else key)
 
 
@@ -81,14 +82,10 @@ def _ordered(bits: jax.Array) -> jax.Array:
 
 
 def packed(values: Arrays, communicate: Callable[[list[jax.Array]], Arrays], most: int = 2**31) -> list[jax.Array]:
-    """Communicate arrays of one dtype together.
-
-    Args:
-      values: the arrays.
-      communicate: takes and returns arrays of one dtype.
-      most: the number of arrays that share one buffer.
-    """
+    """Communicate arrays of one dtype together, up to `most` in one buffer."""
     results: dict[int, jax.Array] = {}
+    # Concatenating other dtypes would convert them. The order of dtypes is that of the values, so that all processes
+    # communicate alike.
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
         small = [i for i in same if values[i].nbytes <= PACK_BYTES]
@@ -100,6 +97,7 @@ def packed(values: Arrays, communicate: Callable[[list[jax.Array]], Arrays], mos
                 results[group[0]] = buffer
                 continue
             shapes = [values[i].shape for i in group]
+            # A gathered buffer has an axis of replicas in front, so it is split along the last.
             stops = np.cumsum([math.prod(shape) for shape in shapes])
             for i, piece, shape in zip(group, jnp.split(buffer, stops[:-1], axis=-1), shapes, strict=True):
                 results[i] = piece.reshape(*buffer.shape[:-1], *shape)

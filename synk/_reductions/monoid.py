@@ -54,6 +54,8 @@ class Monoid:
 
     def tree_flatten(self) -> tuple[tuple[PyTree], Any]:
         """Flatten for JAX: the state is the child."""
+        # The functions are static data: two Monoids of other functions have different trees, so JAX combines none of
+        # them by mistake.
         return (self.state,), (self.merge, self.finish, self._least_rows, self._has_order)
 
     @classmethod
@@ -88,10 +90,9 @@ def statistic(
 
 
 def concatenate_rows(a: PyTree, b: PyTree) -> PyTree:
-    """Merge states that have one entry a row on axis 0.
-
-    A Monoid with this merge is gathered in row order, and its answer is made of all rows.
-    """
+    """Merge states that have one entry a row on axis 0."""
+    # `Merge` knows this function by identity: such a state is gathered in row order like an output under "concat", and
+    # never merged by a tree.
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
 
 
@@ -106,6 +107,7 @@ class Merge:
     """
 
     def __init__(self, monoid: Monoid, first: int, path: str, name: str) -> None:
+        # Neither the Monoid nor its state is kept: the state's leaves are tracers.
         self._functions, self._treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
         self.leaves = range(first, first + self._treedef.num_leaves)
         self.least_rows, self.has_order = monoid._least_rows, monoid._has_order
@@ -126,7 +128,9 @@ class Merge:
                 )
 
     def traced(self) -> list[Any]:
-        """Trace `merge` and `finish`. Monoids are made anew in each trace, so their functions tell nothing."""
+        """Trace `merge` and `finish`."""
+        # Users make lambdas anew in each trace, so the functions themselves would make each trace another one; their
+        # equations tell.
         finish = jax.make_jaxpr(self.finish)(self._shapes)
         return [finish] if self.is_gathered else [finish, jax.make_jaxpr(self._merge)(self._shapes, self._shapes)]
 
@@ -146,6 +150,7 @@ class Merge:
         if present is None:
             return fold_by_tree(stacked, jax.vmap(self._merge))
 
+        # A state may be absent at any place of the tree, so the mask goes through the merges with the states.
         def merge(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
             return [*self.merge_present(a[:-1], b[:-1], a[-1], b[-1]), a[-1] | b[-1]]
 
@@ -153,6 +158,8 @@ class Merge:
 
     def merge_present(self, a: Sequence[jax.Array], b: Sequence[jax.Array], has_a: Any, has_b: Any) -> list[jax.Array]:
         """Merge two states of which either may be absent."""
+        # Selects and not a branch: under jax.vmap, over entries or simulated replicas, JAX makes a select of a branch
+        # anyway.
         first = [jnp.where(has_a, x, y) for x, y in zip(a, b, strict=True)]
         second = [jnp.where(has_b, y, x) for x, y in zip(a, b, strict=True)]
         has_both = has_a & has_b
@@ -162,7 +169,6 @@ class Merge:
         return [jnp.where(has_both, m, x) for m, x in zip(merged, first, strict=True)]
 
     def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the leaves of the answer."""
         state = self._treedef.unflatten(map(jnp.asarray, leaves))
         answer = jax.tree.leaves(Monoid(state, *self._functions).value)
         return [jnp.asarray(leaf) for leaf in answer]

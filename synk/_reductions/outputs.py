@@ -49,7 +49,6 @@ class ResultSpec(NamedTuple):
     """The structure of the result of a call.
 
     Attributes:
-      treedef: the tree of the result.
       keys: the PRNG implementation of each leaf, None for other leaves.
       picked: the leaves of the outputs that are returned, by number.
     """
@@ -75,9 +74,9 @@ class ResultSpec(NamedTuple):
 
 
 def result_spec(treedef: Any, keys: Sequence[Any], subset: Sequence[Any] | None, name: str) -> ResultSpec:
-    """Return the structure of a call's result: all leaves, or those that `output_subset` names."""
     if subset is None:
         return ResultSpec(treedef, tuple(keys), tuple(range(treedef.num_leaves)))
+    # The tree is picked from with numbers in the place of leaves, which then name the leaves that are returned.
     picked, treedef = jax.tree.flatten(_pick(treedef.unflatten(range(treedef.num_leaves)), subset, name))
     return ResultSpec(treedef, tuple(keys[i] for i in picked), tuple(picked))
 
@@ -90,6 +89,7 @@ def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
             f"one output."
         )
     is_dict = isinstance(tree, Mapping)
+    # Indexes may be negative, as of any tuple.
     names = list(tree) if is_dict else range(-len(tree), len(tree))
     for wanted in subset:
         if wanted not in names:
@@ -112,7 +112,6 @@ class OutputSpec(NamedTuple):
     Attributes:
       leaves: all leaves that combine, weights included.
       items: the outputs in the order of the tree: indexes of leaves, and Monoids. Weights are no outputs.
-      treedef: the tree of the outputs.
     """
 
     leaves: tuple[OutputLeaf, ...]
@@ -121,12 +120,12 @@ class OutputSpec(NamedTuple):
 
     def record(self, fingerprint: Callable[[Any], Hashable]) -> tuple[Any, ...]:
         """Return a record that tells the outputs from those of another trace, by fingerprints of jaxprs."""
+        # A Monoid's functions are no equations of `fn`, so two traces with other merges would look the same.
         merges = [(merge.leaves, merge.has_order, *map(fingerprint, merge.traced())) for merge in self.merges]
         return self.treedef, self.leaves, *merges
 
     @property
     def merges(self) -> list[Merge]:
-        """Return the Monoids."""
         return [item for item in self.items if isinstance(item, Merge)]
 
     def least_rows(self, wanted: Container[int]) -> int:
@@ -135,13 +134,11 @@ class OutputSpec(NamedTuple):
 
     @property
     def results(self) -> list[OutputLeaf]:
-        """Return the leaves of the outputs."""
         groups = [item.results if isinstance(item, Merge) else [self.leaves[item]] for item in self.items]
         return [leaf for group in groups for leaf in group]
 
     @property
     def keys(self) -> list[Any]:
-        """Return the PRNG implementation of each leaf of the outputs."""
         return [leaf.key for leaf in self.results]
 
     def needed_for(self, picked: Sequence[int]) -> list[int]:
@@ -173,6 +170,8 @@ class OutputSpec(NamedTuple):
             else:
                 state = [combined[i] for i in item.leaves]
                 if not item.is_gathered:
+                    # Blocks and `f.over` gather an entry a part that exists, so the mask of replicas says nothing of
+                    # those.
                     is_by_replica = all(self.leaves[i].reduction == MERGE for i in item.leaves)
                     state = item.merge_all(state, present if is_by_replica else None)
                 outputs += item.finish(state)
@@ -184,7 +183,6 @@ class OutputRules(NamedTuple):
 
     Attributes:
       ops: the reductions, a prefix of the outputs.
-      name: the function's name in messages.
       rows: the rows of the part, None if there are no rows.
       is_sliced: whether a replica has several parts.
       per_part: the outputs whose parts `f.check` wants as they are.
@@ -206,7 +204,6 @@ class OutputRules(NamedTuple):
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
-    """Check a tree of ops, and return the tree of their reductions."""
     return jax.tree.map(lambda op: reduction_of(op, name), outputs, is_leaf=lambda op: op is None)
 
 
@@ -218,18 +215,22 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     leaves: list[OutputLeaf] = []
     arrays: list[jax.Array] = []
     items: list[int | Merge] = []
+    # Wires and the result have the user's tree, in which a Weighted or Monoid stands for what it becomes.
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
     wires = {path: said for path, said, _ in match_prefix(rules.wires, plain, rules.name, "wire") if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         array = _as_array(value, f"{rules.name}: output{path}")
+        # Keys travel as raw data; `ResultSpec` makes them keys again.
         dtype = as_data(array).dtype
+        # `f.over` learns the number of all rows at its end, so it divides by the total weight there.
         reduction = WEIGHTED if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         reduction = reduction if rules.block is None else by_block(reduction, dtype)
         leaf = OutputLeaf(reduction, dtype, path, key_of(array), weight)
         _check_leaf(leaf, array, rules, is_of_monoid)
         if reduction in SUMS:
             leaf = leaf._replace(wire=wires.get(path))
+        # Rows are the parts' own already, and a Monoid's state means nothing alone.
         is_kept = (rules.per_part == "all" and not reduction.has_row_entries) or (rules.per_part and reduction in SUMS)
         if is_kept and not is_of_monoid and reduction is not WEIGHT:
             leaf = leaf._replace(reduction=replace(PER_PART, name=reduction.name), weight=None, wire=None)
@@ -247,6 +248,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
                 add(path + keystr(sub), merging, leaf, is_of_monoid=True)
         elif isinstance(value, Weighted):
             inside = tree_leaves_with_path(value.value)
+            # The weight is added behind all leaves of its value, so its number is known before.
             weight = len(leaves) + len(inside)
             for sub, leaf in inside:
                 items.append(len(leaves))
@@ -259,7 +261,6 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
 
 
 def pack_result(out: PyTree) -> tuple[list[jax.Array], tuple[Any, tuple[Any, ...]]]:
-    """Flatten the value that `then` returned."""
     leaves, treedef = jax.tree.flatten(out)
     arrays = [_as_array(leaf, "then: a result") for leaf in leaves]
     return [as_data(array) for array in arrays], (treedef, tuple(map(key_of, arrays)))
@@ -273,6 +274,7 @@ def is_whole(value: Any) -> bool:
 def _whole(value: Any) -> Any:
     """Return the output that a Weighted or Monoid becomes, or a value of the same tree."""
     if isinstance(value, Monoid):
+        # Only the tree is needed: `finish` may be expensive, or fail on the state of one part.
         return jax.eval_shape(lambda state: Monoid(state, value.merge, value.finish).value, value.state)
     return value.value if isinstance(value, Weighted) else value
 
@@ -323,6 +325,7 @@ def _check_output(where: str, reduction: Reduction, value: Any) -> None:
 
 
 def _as_array(value: Any, what: str) -> jax.Array:
+    # float0 is a void dtype to NumPy, as JAX's small floats are, so the check of kinds below would let it pass.
     if getattr(value, "dtype", None) == jax.dtypes.float0:
         raise TypeError(
             f"{what} is float0, as gradients of integers and booleans are, which holds no numbers. Leave it out, or "
@@ -359,6 +362,7 @@ def _check_leaf(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_mo
             f"{where}: {op!r} shows which replica has made what, so it does not go with {option}. Use an op that "
             f'combines, or else use "concat".{by_name}'
         )
+    # Without rows (None) each replica's value is taken as its rows.
     if not leaf.reduction.has_row_entries or (array.ndim and rules.rows in (None, array.shape[0])):
         return
     before, after = rules.neighbours

@@ -96,6 +96,7 @@ class Reduction:
 
     def identity(self, dtype: np.dtype) -> Any:
         """Return the number that changes nothing when it is accumulated."""
+        # Sums begin with 0. So do gathered and merged states, whose entries of replicas without rows are never picked.
         if self.collective not in ("max", "min"):
             return int(self.collective == "prod")
         is_max, is_inexact = self.collective == "max", jnp.issubdtype(dtype, jnp.inexact)
@@ -112,13 +113,14 @@ def accumulation_dtype(dtype: np.dtype, op: str) -> np.dtype:
     """Return the dtype in which parts of a dtype combine: at least 32 bits for sums of floats."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 and op not in ("max", "min") else dtype
+    # A mean of integers is a float, as that of jnp.mean; its dtype follows jax_enable_x64.
     if op == "mean":
         return np.dtype(jnp.result_type(float))
+    # Booleans are counted. Other integers keep the dtype that the user's function gave them.
     return np.dtype(np.int32) if op == "sum" and dtype == np.bool_ else dtype
 
 
 def result_dtype(dtype: np.dtype, op: str) -> np.dtype:
-    """Return the dtype of the combined output of parts of a dtype."""
     if op in ("any", "all"):
         return np.dtype(bool)
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else accumulation_dtype(dtype, op)
@@ -133,6 +135,7 @@ def _widen(value: jax.Array, op: str) -> jax.Array:
 
 
 def _weigh(value: jax.Array, weight: Any) -> jax.Array:
+    # Weights sum to 1 only in the accumulation dtype: as bfloat16, a weight of 1/3 would be off by a thousandth.
     value = _widen(value, "mean")
     weight = jnp.asarray(weight).astype(value.dtype)
     # The mask comes before the product, since a gradient through 0 * NaN is NaN.
@@ -147,6 +150,7 @@ REDUCTIONS = {
         Reduction("max", "max", _as_it_is, jnp.maximum),
         Reduction("min", "min", _as_it_is, jnp.minimum),
         Reduction("prod", "prod", lambda v, _: _widen(v, "prod"), jnp.multiply),
+        # Booleans are counted as int32, so that they share a buffer with other sums of int32.
         Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
         Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
         Reduction("concat", "gather", _as_it_is, has_row_entries=True),
@@ -187,7 +191,6 @@ UPDATES = {
 
 
 def reduction_of(op: Op | Reduction, where: str) -> Reduction:
-    """Return the reduction that a user has named. Raise ValueError or TypeError if there is none."""
     if op is None:
         return REDUCTIONS["first"]
     if isinstance(op, Reduction):
@@ -218,7 +221,6 @@ class OutputLeaf(NamedTuple):
 
     Attributes:
       reduction: its reduction, whose name is the op in messages.
-      dtype: the dtype of its parts.
       path: its place in the tree, as messages write it.
       key: the PRNG implementation of typed keys, whose raw data combines; None for other leaves.
       weight: the number of the leaf that holds the weight of a `Weighted` value; None for other values.
@@ -245,6 +247,7 @@ def prepare_part(values: Sequence[Any], leaves: Sequence[OutputLeaf], weight: An
             states.append(value.array)
             continue
         state = leaf.reduction.prepare(value, weight if leaf.weight is None else values[leaf.weight])
+        # Zeros of all other parts let a sum carry the first part's value, wherever that part lies.
         if leaf.reduction.collective == "first":
             state = jnp.where(is_first, state, jnp.zeros((), state.dtype))
         states.append(state)
@@ -280,6 +283,7 @@ def combine_replicas(
     wholes: list[jax.Array] = []
     for leaf, state in zip(leaves, combined, strict=True):
         reduction = leaf.reduction
+        # A weight is a leaf itself and is combined like the values, so the division comes after both.
         whole = reduction.finalize(state, rows if leaf.weight is None else combined[leaf.weight])
         # A callable may return another dtype. An unreduced sum keeps its accumulation dtype, "same" its own.
         is_final = reduction.collective == "unreduced" or (reduction.collective == "gather" and reduction.fold is None)
@@ -297,6 +301,7 @@ def _communicate(
     """Combine states over all replicas by their collectives. Gathered states come back on a new axis 0."""
     routes = [_route(state, leaf, has_gradients) for state, leaf in zip(states, leaves, strict=True)]
     combined: dict[int, jax.Array] = {}
+    # One collective a route and dtype, since each has a latency.
     for route in dict.fromkeys(routes):
         numbers = [i for i, other in enumerate(routes) if other == route]
         arrays, kinds = [states[i] for i in numbers], [leaves[i].reduction.collective for i in numbers]
@@ -337,16 +342,15 @@ def _route(state: jax.Array, leaf: OutputLeaf, has_gradients: bool) -> str:
 
 
 def constant_unless(counts: Any, value: jax.Array) -> jax.Array:
-    """Return the value, with a gradient only where it counts.
-
-    The gradient of a value that a select drops is 0 times a derivative: NaN if that is infinite. See
-    https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where
-    """
+    """Return the value, with a gradient only where it counts."""
+    # The gradient of a value that a select drops is 0 times a derivative: NaN if that is infinite. See
+    # https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where
     return jnp.where(counts, value, lax.stop_gradient(value))
 
 
 def fold(kind: str, entries: jax.Array, axis: int = 0) -> jax.Array:
     """Take the sum, product or an extreme along an axis, in the same dtype."""
+    # jnp's sum and prod widen small integers; the parts have been widened already, as far as they should be.
     folded = getattr(entries, kind)(axis).astype(entries.dtype)
     if kind in ("sum", "prod") or not jnp.issubdtype(entries.dtype, jnp.floating):
         return folded

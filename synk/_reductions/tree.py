@@ -12,15 +12,13 @@ from .reduction import MERGE_IN_ORDER, Reduction
 
 
 def by_block(reduction: Reduction, dtype: np.dtype) -> Reduction:
-    """Return a reduction that gathers one entry a block and combines the entries by a tree.
-
-    Reductions whose order does not matter, as of integers and extremes, are returned as they are.
-    """
+    """Return a reduction that gathers one entry a block and combines the entries by a tree, if their order matters."""
     # The entries of a Monoid merge by a tree anyway.
     if reduction.collective == "merge":
         return MERGE_IN_ORDER
     # Means and weights of integers add up as floats.
     is_integer = reduction.name not in ("mean", "weight") and not jnp.issubdtype(dtype, jnp.inexact)
+    # Integers and extremes combine to the same bits in any order, by a collective that moves less.
     is_exact = reduction.collective == "sum" and is_integer
     return reduction if is_exact or reduction.collective not in ("sum", "prod") else _entries_of(reduction)
 
@@ -52,6 +50,8 @@ def fold_by_tree(states: Sequence[jax.Array], combine: Callable[..., list[jax.Ar
     """
     states = list(states)
     while states and len(states[0]) > 1:
+        # Neighbours and not halves: the tree depends on the number of entries alone, and keeps their order for merges
+        # that do not commute.
         stop = len(states[0]) // 2 * 2
         both = combine([leaf[0:stop:2] for leaf in states], [leaf[1:stop:2] for leaf in states])
         states = [jnp.concatenate([pairs, leaf[stop:]]) for pairs, leaf in zip(both, states, strict=True)]

@@ -27,8 +27,6 @@ class Wire(NamedTuple):
     """A format of floats on the way. Blocks of float32 numbers lie on the last axis; they travel as unsigned integers.
 
     Attributes:
-      encode: returns the integers of blocks.
-      decode: returns the blocks of integers.
       error: bound of a sum's error, relative to the sum of the parts' largest numbers.
     """
 
@@ -53,9 +51,11 @@ def _encode_int8(blocks: jax.Array) -> jax.Array:
     """Encode (..., 256) numbers as 256 bytes and the 4 bytes of their scale. NaN or infinity turns a block to NaN."""
     # XLA's CPU backend may lose NaN in a maximum (https://github.com/openxla/xla/issues/21461), so this asks first.
     is_finite = jnp.isfinite(blocks).all(-1, keepdims=True)
+    # A block of zeros would divide by 0.
     scale = jnp.maximum(jnp.abs(blocks).max(-1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny)
     scale = jnp.where(is_finite, scale, jnp.nan)
     numbers = jnp.round(blocks / scale).astype(jnp.int8)
+    # The scale travels in the same buffer: a second collective would cost more than its 4 bytes.
     scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8).reshape(*scale.shape[:-1], 4)
     return jnp.concatenate([lax.bitcast_convert_type(numbers, jnp.uint8), scale_bytes], -1)
 
@@ -74,7 +74,6 @@ WIRES: dict[str, Wire] = {
 
 
 def check_wire(wire: PyTree, name: str) -> PyTree:
-    """Check a tree of wires. None stands for sums that travel as they are."""
     for leaf in jax.tree.leaves(wire):
         if not isinstance(leaf, str) or leaf not in WIRES:
             error = ValueError if isinstance(leaf, str) else TypeError
@@ -91,27 +90,23 @@ def largest_error(wire: str, op: str, parts: np.ndarray) -> float:
 
 
 def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 1) -> list[jax.Array]:
-    """Sum each array over the replicas, with a half or a quarter of the bytes. The sum has no derivative.
-
-    Replicas of one process add up as float32 first, since devices of one host have fast links. Only the sums of
-    processes are encoded.
-    """
+    """Sum each array over the replicas, with a half or a quarter of the bytes. The sum has no derivative."""
     if lax.psum(1, replica_axis()) == 1:
         return list(values)
     # Padding keeps numbers of two leaves out of one block.
     flat = [_padded(value.ravel(), BLOCK) for value in values]
+    # Replicas of one process add up as float32 first, since devices of one host have fast links; only the sums of
+    # processes are encoded.
     sums = packed(flat, lambda arrays: [_sum(wire, array, per_process) for array in arrays])
     return [whole[: value.size].reshape(value.shape) for whole, value in zip(sums, values, strict=True)]
 
 
 def _sum(wire: str, flat: jax.Array, per_process: int) -> jax.Array:
-    """Sum one flat array: exchange encoded parts by an all-to-all, add them decoded, and all-gather the encoded sums.
-
-    Each replica also decodes its own part of the sum. Otherwise replicas would drift apart.
-    """
+    """Sum one flat array: exchange encoded parts by an all-to-all, add them decoded, all-gather the encoded sums."""
     replicas, (encode, decode, *_) = lax.psum(1, replica_axis()), WIRES[wire]
     together = _padded(flat, replicas * BLOCK)
     processes, inside, across = replicas // per_process, None, None
+    # Ranks are sorted by process: row i are the replicas of process i, column j those with place j in their process.
     if 1 < per_process < replicas:
         ranks = np.arange(replicas).reshape(processes, per_process)
         inside, across = ranks.tolist(), ranks.T.tolist()
@@ -119,6 +114,8 @@ def _sum(wire: str, flat: jax.Array, per_process: int) -> jax.Array:
     blocks = together.reshape(replicas if inside is None else processes, -1, BLOCK)
     mine = decode(lax.all_to_all(encode(blocks), replica_axis(), 0, 0, axis_index_groups=across)).sum(0)
     bits = lax.all_gather(encode(mine), replica_axis(), axis_index_groups=across)
+    # Each replica also decodes its own part of the sum. Otherwise replicas would hold other bits of it, and drift
+    # apart.
     whole = decode(bits if inside is None else lax.all_gather(bits, replica_axis(), axis_index_groups=inside))
     return whole.ravel()[: flat.size]
 

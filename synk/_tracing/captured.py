@@ -31,26 +31,22 @@ def without_places(
 ) -> tuple[Any, list[Constant]]:
     """Return a jaxpr whose constants lie on the host and whose types name no mesh, and its large constants.
 
-    JAX writes the mesh of a captured array into the type of all values computed from it. Inside `jax.shard_map` the
-    mesh is another one, and JAX 0.8 to 0.12 refuse to mix the two ("Mesh for all inputs should be equal"). See
-    https://github.com/jax-ml/jax/issues/29162.
-
     Args:
       closed: a closed jaxpr, traced outside any mesh.
-      name: the function that messages name.
-      merges_equal: whether to leave out equations that repeat an earlier one. XLA drops these too, but sooner for
-        several devices than for one, and some of its rules depend on how often a value is used: A / broadcast(B)
-        becomes A * broadcast(1 / B) only if B is used once. Bits would differ.
-      mesh: the devices among which XLA divides the work. Where an equation moves numbers along axes, its operands and
-        results are kept whole along these.
+      merges_equal: whether to leave out equations that repeat an earlier one: the same bits on any number of devices.
+      mesh: the devices among which XLA divides work. Operands and results of equations that move numbers stay whole.
     """
+    # JAX writes the mesh of a captured array into the type of all values computed from it. Inside jax.shard_map the
+    # mesh is another one, and JAX 0.8 to 0.12 refuse to mix the two ("Mesh for all inputs should be equal"):
+    # https://github.com/jax-ml/jax/issues/29162. A trace may be under way, in which reading a constant would give a
+    # tracer.
     with jax.ensure_compile_time_eval():
         rewriter = _Rewriter(name, merges_equal, mesh)
         return rewriter.top(closed), rewriter.large
 
 
 def _holds_constants(closed: Any) -> bool:
-    """Check whether a jaxpr, or a jit inside, has constants."""
+    # Only jits are looked into: the equations of a loop or a branch cannot take the place of its call.
     inner = [equation.params["jaxpr"] for equation in closed.eqns if equation.primitive.name == "jit"]
     return bool(closed.consts) or any(map(_holds_constants, inner))
 
@@ -85,7 +81,6 @@ class _Rewriter:
         return closed.replace(jaxpr=self._jaxpr(closed.jaxpr, consts), consts=self._constants(consts))
 
     def closed(self, closed: Any) -> Any:
-        """Rewrite a closed jaxpr and its constants."""
         return closed.replace(jaxpr=self._once(closed.jaxpr, self._jaxpr), consts=self._constants(closed.consts))
 
     def _jaxpr(self, jaxpr: Any, consts: list[Any] | None = None) -> Any:
@@ -125,6 +120,7 @@ class _Rewriter:
         return kept
 
     def _equation(self, equation: Any, ins: list[Any]) -> Any:
+        # Inside a kernel or a shard_map of the user's XLA divides nothing, so nothing there needs to be kept whole.
         before, self.mesh = self.mesh, self.mesh if equation.primitive.name in FUNCTIONS else None
         params = {key: self._param(key, value) for key, value in equation.params.items()}
         self.mesh = before
@@ -133,6 +129,9 @@ class _Rewriter:
 
     def _earlier(self, equation: Any, seen: dict[Any, list[Any]]) -> list[Any]:
         """Return the results of the first of the equations that are equal to this one."""
+        # XLA drops repeated equations too, but sooner for several devices than for one, and some of its rules depend on
+        # how often a value is used: A / broadcast(B) becomes A * broadcast(1 / B) only if B is used once. Merged here,
+        # all numbers of devices begin with the same equations. 0.0 equals -0.0, so literals are compared by their text.
         names = tuple((repr(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in equation.invars)
         key = (equation.primitive, names, tuple(sorted(equation.params.items(), key=lambda item: item[0])))
         try:
@@ -140,13 +139,17 @@ class _Rewriter:
         except TypeError:
             # Its parameters have no hash.
             return equation.outvars
+        # A dropped variable cannot be read; an effect, such as a print, must happen as often as it was asked for.
         has_dropped = any(type(variable).__name__ == "DropVar" for variable in first)
         return equation.outvars if equation.effects or has_dropped else first
 
     def _param(self, key: str, value: Any) -> Any:
         if isinstance(value, tuple | list):
             parts = [self._param(key, part) for part in value]
+            # Named tuples take their entries one by one.
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        # JAX calls these rules when it differentiates, perhaps after the trace, so each result is rewritten at that
+        # time.
         if key in _RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
         if key == "bwd" and hasattr(value, "call_wrapped"):
@@ -171,6 +174,8 @@ class _Rewriter:
         # Symbolic zeros are no arguments of a trace.
         if not all(isinstance(arg, jax.Array) for arg in args):
             return rule.call_wrapped(*args)
+        # Traced without a mesh, since captured arrays in the rule have types with their own mesh; the rewritten jaxpr
+        # is then run under the trace that asks.
         results: list[Any] = []
 
         def arrays(*args: jax.Array) -> list[jax.Array]:
@@ -216,6 +221,8 @@ class _Rewriter:
 
     def _kept(self, array: np.ndarray, is_copied: bool) -> np.ndarray:
         array = array.astype(narrow(array.dtype), copy=False)
+        # Small constants are written into the program, where XLA folds them. Large ones become arguments: as literals
+        # they would be copied into each program and slow down its compilation.
         if array.nbytes <= LARGE:
             return np.array(array) if is_copied else array
         self.large.append(constant_of(array, is_copied))
@@ -225,12 +232,12 @@ class _Rewriter:
 @cache
 def _unspecified() -> Any:
     """Return what stands for the sharding of an argument of `jax.jit` that was given none."""
+    # JAX has no public name for it (UnspecifiedValue), so it is read from a jit that was given no sharding.
     with jax.ensure_compile_time_eval():
         return jax.make_jaxpr(jax.jit(lambda x: x))(1.0).eqns[0].params["in_shardings"][0]
 
 
 def _outside_meshes(context: Any) -> Any:
-    """Return an equation's context without its mesh."""
     # JAX has no public constructor of contexts, so this traces an equation in such a context.
     with context.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
         return jax.make_jaxpr(jax.lax.neg)(1.0).eqns[0].ctx
@@ -248,24 +255,24 @@ def _without_mesh(aval: Any) -> Any:
 def split(closed: Any, large: Sequence[Constant]) -> tuple[Callable[[], list[Any]], Jaxpr]:
     """Split off the equations on captured arrays alone, unless their results are larger than the arrays.
 
-    `large` are the large constants. The equations run once, before any program: XLA folds no large constants, and none
-    inside branches and loops, so a program would compute `table / table.max()` in each call. Without a large array
-    nothing is gained.
-
     Returns:
       A function that computes the constants of the second part, large ones as `Constant`s; and the second part.
     """
+    # XLA folds no large constants, and none inside branches and loops, so a program would compute `table / table.max()`
+    # in each call. The equations run once instead, before any program. Without a large array nothing is gained.
     jaxpr, constants = closed.jaxpr, {id(constant.value): constant for constant in large}
     is_worth_it = any(id(const) in constants for const in closed.consts)
     known = dict.fromkeys(jaxpr.constvars)
     early: list[Any] = []
     late: list[Any] = []
     for equation in jaxpr.eqns:
+        # A result larger than its operands, as of a broadcast, would take more memory and transfer than it saves.
         is_early = is_worth_it and _is_known(equation, known) and _size(equation.outvars) <= _size(equation.invars)
         (early if is_early else late).append(equation)
         known |= dict.fromkeys(equation.outvars) if is_early else {}
     used = {atom for equation in late for atom in equation.invars if not isinstance(atom, Literal)}
     used |= {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    # Constants and early results that no late equation reads would become arguments that programs never use.
     passed = [variable for variable in known if variable in used]
     made = [variable for variable in passed if variable not in jaxpr.constvars]
     first = Jaxpr(
@@ -297,8 +304,10 @@ def _as_constant(value: Any) -> Any:
 def _is_known(equation: Any, known: dict[Any, None]) -> bool:
     """Check whether an equation computes on captured arrays alone, without effects or communication."""
     atoms = [atom for atom in equation.invars if not isinstance(atom, Literal)]
+    # Equations without operands, such as iota, cost nothing in a program and memory as constants.
     if equation.effects or not atoms or not all(atom in known for atom in atoms):
         return False
+    # A collective needs all replicas; a callback of the user's runs with the program, not before it.
     return not any(
         is_over_axis(each) or each.primitive.name == "pure_callback" or each.primitive.name in _PLACES
         for each in equations([equation])

@@ -32,14 +32,11 @@ class TraceContext:
     """The surroundings of one function while it is traced, and what it did.
 
     Attributes:
-      name: the function's name in messages.
-      size: how many replicas there are.
       shapes_of: returns the shapes of a variable's leaves on one replica.
       rows_held: returns the rows that a variable holds on one replica, None if it holds no rows.
       rows: the rows of the part, None if there are no rows.
       is_sliced: whether updates must say how slices combine.
       has_axis: whether the function may communicate over the axis of the replicas.
-      axis_name: what that axis is called.
       instead: what messages advise without that axis.
       or_in_then: whether communicating in `then` would do too.
       block: the rows of a block, if the function runs on blocks. Then no answer may depend on the replica.
@@ -88,20 +85,19 @@ class TraceContext:
     def read(self, variable: Any) -> PyTree:
         """Return the value of a shared variable: the one that the function has written, or that at the start of the
         call."""
+        # An inner jit has cached the old value; `write` then makes JAX trace inner functions anew.
         if trace_state() != self.state:
             self.read_inside.add(variable)
         if variable in self.written:
             tree = variable._tree([*map(jnp.asarray, self.written[variable])])
         else:
             tree = self._value_before(variable)
+        # Leaves are noted now, since the user may change the tree in place later; see `check_values_unchanged`.
         self.handed_out.append((variable, tree, tree_leaves_with_path(tree)))
         return tree
 
     def _value_before(self, variable: Any) -> PyTree:
-        """Return the value of a shared variable at the start of the call.
-
-        A variable that was not expected to be read gives zeros, and the function is traced again.
-        """
+        """Return the value of a shared variable at the start of the call."""
         if variable in self.written_before:
             fn = self.name.removesuffix(".then")
             raise SynkError(
@@ -109,8 +105,11 @@ class TraceContext:
                 f"the new value as an output of {fn}: then gets it combined, and may assign it to {variable.name}."
             )
         self.reads[variable] = None
+        # A variable that holds rows brings them to a call without scattered arguments.
         if self.rows is None:
             self.rows = self.rows_held(variable)
+        # Which variables a function reads is known only once it is traced. One that was not expected gives zeros, and
+        # the function is traced again with its leaves as arguments.
         leaves = self.values.get(variable)
         if leaves is None:
             leaves = [jnp.zeros(s.shape, s.dtype) for s in self.shapes_of(variable)]
@@ -128,13 +127,13 @@ class TraceContext:
             )
 
     def refuse_row(self, what: str, advice: str) -> None:
-        """Raise SynkError if the function is of one row."""
         if self.row is not None:
             raise SynkError(f"{self.name}: {what} in synk.map, where a row knows nothing of the others. {advice}")
 
     def write(self, variable: Any, new: PyTree, slices: str | None) -> None:
         """Note a new value of a shared variable. Later reads of the function see it, all others when the call ends."""
         self.refuse_row(f"{variable.name} is assigned", "Return what it depends on, and assign it in then.")
+        # A tracer that left its transformation would raise JAX's UnexpectedTracerError later, which names no variable.
         if trace_state() != self.state:
             raise SynkError(
                 f"{self.name}: {variable.name} is assigned inside a jax transformation (jit, grad, scan, cond, vmap, "
@@ -179,6 +178,8 @@ class TraceContext:
 
     def check_values_unchanged(self) -> None:
         """Raise SynkError if a tree that was read has been changed in place: the change would be lost."""
+        # A value is a tree of plain containers, and JAX sees no assignment to an entry: the variable would keep its old
+        # value.
         for variable, tree, before in self.handed_out:
             for old, new in zip_longest(before, tree_leaves_with_path(tree), fillvalue=((), None)):
                 if old[0] != new[0] or old[1] is not new[1]:
@@ -195,16 +196,16 @@ def _is_of_nnx(node: Any) -> bool:
 
 
 def current_trace() -> TraceContext | None:
-    """Return the context of the function that this thread traces, if any."""
     return getattr(_local, "context", None)
 
 
 @contextmanager
 def tracing(context: TraceContext) -> Generator[None]:
-    """Set the context of the function that this thread traces."""
     before, _local.context = current_trace(), context
     try:
         with ExitStack() as stack:
+            # JAX's caches of inner functions have this user context in their keys. A fresh one for each trace keeps an
+            # inner jit from giving what it read in another trace; a fresh one after a write, what it read before.
             context.forget_traces = lambda: stack.enter_context(_fresh(object()))
             context.forget_traces()
             yield
@@ -218,6 +219,7 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
     def refuse(variable: Any) -> Any:
         raise SynkError(f"{name} uses the shared variable {variable.name}. {advice}")
 
+    # A size of 0 stands for functions without parts: `_own_part` refuses them.
     return tracing(TraceContext(name, 0, refuse, has_axis=False))
 
 
@@ -225,6 +227,8 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
 def eager() -> Generator[None]:
     """Hold the lock, and step out of any transformation around this line, so that reads return values of now."""
     _refuse_callback()
+    # The lock keeps the states that are read those of one moment; finished programs are retired first, so a failed one
+    # marks its variables.
     with LOCK:
         retire_finished()
         with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
@@ -232,11 +236,9 @@ def eager() -> Generator[None]:
 
 
 def _refuse_callback() -> None:
-    """Raise in a thread that JAX has started for a host callback, which would wait for its own program.
-
-    JAX in a callback may hang (https://github.com/jax-ml/jax/issues/24255). JAX's function is the outermost on such a
-    thread's stack; threads that other libraries start may use variables.
-    """
+    """Raise in a thread that JAX has started for a host callback."""
+    # A read would wait for the program that waits for this callback (https://github.com/jax-ml/jax/issues/24255). JAX's
+    # function is the outermost on such a thread's stack; threads that other libraries start may use variables.
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -314,6 +316,7 @@ def part_key(key: jax.Array) -> jax.Array:
     check_key(key, "synk.part_key")
     context = _own_part("part_key", "there are parts")
     context.refuse_row("synk.part_key is called", "Use synk.row_keys(key), which there is the row's own key.")
+    # The first row numbers a part alike on any number of replicas; fold_in takes unsigned numbers.
     return jax.random.fold_in(key, context.first_row.astype(jnp.uint32))
 
 

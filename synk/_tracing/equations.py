@@ -33,6 +33,8 @@ def called_by(equation: Any) -> Any:
 
 def functions_in(equation: Any) -> list[Any]:
     """Return the functions inside an equation, as jaxprs or closed jaxprs."""
+    # Parameters hold functions by many names (jaxpr, branches, cond_jaxpr, ...), also in tuples, and these names change
+    # between versions of JAX; that they have equations does not.
     return [value for value in jax.tree.leaves([*equation.params.values()]) if hasattr(value, "eqns")]
 
 
@@ -47,13 +49,15 @@ def equations(given: Iterable[Any], is_at_top: bool = False) -> Iterator[Any]:
 
 
 def is_over_axis(equation: Any) -> bool:
-    """Check whether an equation names the axis of the replicas."""
+    # psum and its like say axes, all others axis_name.
     names = equation.params.get("axis_name", equation.params.get("axes", ()))
     return replica_axis() in (names if isinstance(names, tuple) else (names,))
 
 
 def draws_by_rbg(equation: Any) -> bool:
     """Check whether an equation draws by a generator whose numbers under `jax.vmap` depend on the other keys."""
+    # jax.vmap draws all keys of such a generator by one call (https://docs.jax.dev/en/latest/jax.random.html), so a row
+    # would depend on those beside it. Unwrapping a key draws nothing.
     name = equation.primitive.name
     if name == "rng_bit_generator" or not name.startswith("random_"):
         return name == "rng_bit_generator"
@@ -62,7 +66,6 @@ def draws_by_rbg(equation: Any) -> bool:
 
 
 def narrowest_float(all_equations: Iterable[Any]) -> np.dtype | None:
-    """Return the floating or complex dtype of the fewest bits that equations compute in."""
     shapes = [variable.aval for equation in all_equations for variable in equation.outvars]
     dtypes = {shape.dtype for shape in shapes if hasattr(shape, "dtype")}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
@@ -85,9 +88,11 @@ def _flops_of(equation: Any) -> int:
         return 2 * equation.outvars[0].aval.size * prod(equation.invars[0].aval.shape[i] for i in contracted)
     if name == "conv_general_dilated":
         kernel, features = equation.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
+        # rhs_spec begins with the axis of output features, each of which has this many taps.
         taps = kernel.size // max(kernel.shape[features], 1)
         # A dilated input, as in gradients of strided convolutions, is mostly zeros, which cost nothing.
         return 2 * equation.outvars[0].aval.size * taps // prod(params["lhs_dilation"] or (1,))
+    # Elementwise work is left out: products dominate wherever the count matters.
     inside = [sum(map(_flops_of, inner.eqns)) for inner in functions_in(equation)]
     if name == "cond":
         return min(inside, default=0)

@@ -26,6 +26,7 @@ _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 def fingerprint(closed: Any) -> Hashable:
     """Return a value that is equal for closed jaxprs that compute the same: a digest, and objects without a text."""
+    # Objects of Python have no exact text, so they stay beside the digest and are compared by identity.
     writer = _Writer()
     # A trace may be under way around the call.
     with jax.ensure_compile_time_eval():
@@ -34,7 +35,6 @@ def fingerprint(closed: Any) -> Hashable:
 
 
 def without_objects(record: Hashable) -> Hashable:
-    """Leave out the objects without a text from fingerprints in a record."""
     if isinstance(record, tuple):
         return tuple([without_objects(entry) for entry in record if not isinstance(entry, ByIdentity)])
     return record
@@ -47,6 +47,7 @@ class ByIdentity:
         self.value = value
 
     def __hash__(self) -> int:
+        # Values may have no hash, and equality by value needs equal hashes: the type is all that both kinds share.
         return hash(type(self.value))
 
     def __eq__(self, other: object) -> bool:
@@ -63,6 +64,7 @@ def _is_of_jax(value: Any) -> bool:
 def _field_names(value: Any) -> Sequence[str]:
     if isinstance(value, type):
         return ()
+    # Records of JAX are dataclasses or plain classes; those of jaxlib in C have neither, and count by identity.
     return [field.name for field in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
 
 
@@ -75,7 +77,6 @@ class _Writer:
         self._written: dict[int, tuple[Any, int]] = {}
 
     def closed(self, closed: Any) -> Any:
-        """Return a closed jaxpr and its constants as tuples."""
         # In JAX 0.12 a closed jaxpr and its jaxpr are one object, so the jaxpr must not count as written already.
         return self._jaxpr(closed.jaxpr), [self._once(const, self._array) for const in closed.consts]
 
@@ -88,10 +89,12 @@ class _Writer:
     def _array(self, const: Any) -> Any:
         if (constant := known_constant(const)) is not None:
             return constant.key
+        # Small arrays are written out, larger ones by their digest: the text would keep all their bytes.
         array = np.asarray(jax.random.key_data(const) if key_of(const) is not None else const)
         return array.dtype.name, array.shape, sha256(array.tobytes()).digest() if array.size > 64 else array.tobytes()
 
     def _jaxpr(self, jaxpr: Any) -> Any:
+        # Variables are numbered in order, since their names and objects are new in each trace.
         numbers: dict[Any, int] = {}
 
         def takes(atoms: Sequence[Any]) -> list[Any]:
@@ -115,6 +118,7 @@ class _Writer:
             return name, repr(value)
         if depth <= _DEEPEST and (parts := _parts(value)) is not None:
             return name, [self._value(part, depth + 1) for part in parts]
+        # The order of a set may differ between two that are equal.
         if isinstance(value, set | frozenset):
             return name, sorted([repr(self._value(entry)) for entry in value])
         if hasattr(value, "eqns"):

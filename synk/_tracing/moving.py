@@ -1,9 +1,4 @@
-"""Moving: the axes along which an equation moves numbers, so that XLA's partitioner must not divide them.
-
-The partitioner of jaxlib 0.8.2 to 0.12 takes windows of one operand for one another, reads wrong shards in strided
-slices, pads and gradients of strided convolutions, and ends the process on others. Where operands and results lie whole
-along these axes, it has nothing to do there, and still divides all other axes.
-"""
+"""Moving: the axes along which an equation moves numbers, so that XLA's partitioner must not divide them."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -16,6 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .equations import CALLS, ELEMENTWISE
+
+# The partitioner of jaxlib 0.8.2 to 0.12 takes windows of one operand for one another, reads wrong shards in strided
+# slices, pads and gradients of strided convolutions, and ends the process on others. Where operands and results lie
+# whole along these axes, it has nothing to do there, and still divides all other axes.
 
 # Equations whose functions are divided as well. Those of all others belong to who wrote them: kernels, `jax.shard_map`.
 FUNCTIONS = CALLS | frozenset("scan while cond custom_linear_solve custom_vjp_call_jaxpr".split())
@@ -43,10 +42,12 @@ def moved_axes(equation: Any) -> list[Sequence[int]]:
     atoms = [*equation.invars, *equation.outvars]
     if equation.primitive.name == "conv_general_dilated":
         numbers, kernel, params = equation.params["dimension_numbers"], atoms[1].aval.shape, equation.params
+        # Specs of dimensions begin with batch and features, or the features of the kernel; windows move along the rest.
         sizes = [kernel[axis] for axis in numbers.rhs_spec[2:]]
         moved = _window(sizes, params["window_strides"], params["padding"], params["lhs_dilation"])
         return [[spec[2 + i] for i in moved] for spec in numbers]
     axes = _axes(equation, atoms[0].aval if atoms else None)
+    # Axes of the first operand are meant; an operand of another rank, such as the value of a pad, has none of them.
     dims = [len(getattr(atom.aval, "shape", ())) for atom in atoms]
     return [range(n) if axes is None else axes if n == dims[0] else () for n in dims]
 
@@ -84,6 +85,7 @@ def _axes(equation: Any, operand: Any) -> Sequence[int] | None:
         return None if jnp.issubdtype(operand.dtype, jnp.inexact) else ()
     if name.startswith(("scatter", "gather")) and params["dimension_numbers"].operand_batching_dims:
         return None if jnp.issubdtype(equation.invars[1].aval.dtype, jnp.unsignedinteger) else ()
+    # A primitive that is not listed may be new in JAX: whole is slower, and right.
     return () if name in _DIVIDED else None
 
 
@@ -101,6 +103,7 @@ def held_whole(equation: Any, atom: Any, axes: Sequence[int], mesh: Mesh | None)
     is_array = isinstance(getattr(atom.aval, "shape", None), tuple) and not hasattr(atom.aval, "inner_aval")
     if mesh is None or not axes or not is_array or isinstance(atom, Literal):
         return None
+    # The equation is copied for its context and its source line, which a constructor would need from private JAX.
     constraint = _constraint(mesh, len(atom.aval.shape), frozenset(axes))
     return equation.replace(
         primitive=constraint.primitive, params=constraint.params, effects=constraint.effects, invars=[atom], outvars=[]
@@ -110,6 +113,7 @@ def held_whole(equation: Any, atom: Any, axes: Sequence[int], mesh: Mesh | None)
 @cache
 def _constraint(mesh: Mesh, ndim: int, axes: frozenset[int]) -> Any:
     spec = P(*(None if axis in axes else P.UNCONSTRAINED for axis in range(ndim)))
+    # Traced outside any mesh, as all equations of the program are; one element a dimension suffices for the parameters.
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)))
         return traced(jax.ShapeDtypeStruct((1,) * ndim, jnp.float32)).eqns[0]

@@ -21,6 +21,7 @@ def named_objects(functions: Iterable[Any]) -> list[tuple[tuple[Any, str], Any]]
     The place of a global name is its dictionary and the name; that of a closure cell is the cell and the name.
     """
     places: dict[Any, tuple[Any, str]] = {}
+    # Keyed by identity, since dictionaries and cells have no hash; two functions of one module share their globals.
     for fn in [link for function in functions for link in links(function) if isinstance(link, FunctionType)]:
         places.update({(id(fn.__globals__), name): (fn.__globals__, name) for name in _global_names(fn.__code__)})
         cells = zip(fn.__closure__ or (), fn.__code__.co_freevars, strict=True)
@@ -33,13 +34,14 @@ def _object_at(at: Any, name: str) -> Any:
 
 
 class Names:
-    """The objects under a function's global names and cells. Those without weak references (numbers, lists) are kept
-    alive."""
+    """The objects under a function's global names and cells."""
 
     __slots__ = ("_cells", "_globals")
 
     def __init__(self, functions: Iterable[Any]) -> None:
         # An object is known by a weak reference, or by itself.
+        # Warm calls compare all names. A weak reference keeps no model of the user's alive; numbers and lists take
+        # none, so these are kept alive, and their ids cannot be reused.
         self._globals: list[tuple[Callable[[str], Any], str, ref[Any] | None, Any]] = []
         self._cells: list[tuple[Any, str, ref[Any] | None, Any]] = []
         for (at, name), value in named_objects(functions):
@@ -51,6 +53,7 @@ class Names:
 
     def are_same(self) -> bool:
         """Check whether all names and cells still have the same objects."""
+        # Compared by identity: equality of arrays is an array, and of users' objects may run their code.
         for look_up, name, reference, value in self._globals:
             if reference is not None and (value := reference()) is None:
                 return False
@@ -95,6 +98,7 @@ def _call_method(fn: Any) -> Any:
 
 def _attribute(fn: Any, name: str) -> Any:
     try:
+        # getattr would run `__getattr__` of the user's class, which may do or return anything.
         return object.__getattribute__(fn, name)
     except AttributeError:
         return None
@@ -111,7 +115,6 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def content(cell: Any) -> Any:
-    """Return the object in a closure cell, None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -18,7 +18,6 @@ def is_finite(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Check that an array has no NaN."""
     return not (_has_floats(value) and bool(jnp.isnan(value).any()))
 
 
@@ -35,6 +34,7 @@ def first_bad_line(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> st
       The line, as 'model.py:58: h = jnp.log(x)'; None if there is none, or if the jaxpr cannot run by itself.
     """
     try:
+        # Infinity often stands in masks on purpose, so a second run looks for NaN alone.
         for is_good in (is_finite, _is_number):
             _run(jaxpr, consts, args, is_good)
     except _FoundLine as finding:
@@ -59,6 +59,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], is_good: Callab
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         results = _results_of(equation, inputs, is_good)
+        # Only the first equation with good operands is the origin; all that follow inherit its numbers.
         if all(map(is_good, inputs)) and not all(map(is_good, results)):
             raise _FoundLine(_line_of(equation))
         values.update(zip(equation.outvars, results, strict=True))
@@ -66,6 +67,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], is_good: Callab
 
 
 def _results_of(equation: Any, inputs: Sequence[Any], is_good: Callable[[Any], bool]) -> list[Any]:
+    # Inner functions are entered, so that the line found is that of an operation, not of the call of a jitted function.
     if (inner := called_by(equation)) is not None:
         return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, is_good)
     bind: Callable[..., Any] = equation.primitive.bind

@@ -1,10 +1,4 @@
-"""Sharded: evaluation of a traced function whose arguments lie in shards, of which each replica holds one.
-
-The user has differentiated the function already. So each equation that reads a large leaf gathers it there, apart in
-the forward and the backward pass; a loop over stacked layers gathers a layer in each round. Elementwise equations stay
-in shards, and sums over a whole leaf add up over the replicas. So memory is that of the third stage of Rajbhandari et
-al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (https://arxiv.org/abs/1910.02054).
-"""
+"""Sharded: evaluation of a traced function whose arguments lie in shards, of which each replica holds one."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +16,12 @@ from jax.extend.core import Literal
 from .._runtime.group import replica_axis
 from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
 from .equations import ELEMENTWISE, called_by
+
+# The user has differentiated the function already. So each equation that reads a large leaf gathers it there, apart in
+# the forward and the backward pass; a loop over stacked layers gathers a layer in each round. Elementwise equations
+# stay in shards, and sums over a whole leaf add up over the replicas. So memory is that of the third stage of
+# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+# (https://arxiv.org/abs/1910.02054).
 
 # Reductions of floats and of booleans, and the number that changes nothing in each.
 _REDUCTIONS: dict[str, tuple[Any, Any]] = {
@@ -92,6 +92,8 @@ def evaluate_sharded(
     Returns:
       The results: arrays, or shards.
     """
+    # Places, not variables of the jaxpr, name values: an inner function that is called twice has the same variables
+    # twice.
     evaluation = _Evaluation(are_equal)
     results = evaluation.run(jaxpr, consts, args, sums)
     return [evaluation.whole(result) if isinstance(result, _Moved) else result for result in results]
@@ -114,7 +116,6 @@ class _Evaluation:
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], sums: Mapping[int, ShardedSum] = NO_SUMS
     ) -> list[Any]:
-        """Evaluate a jaxpr."""
         places = [_Place() for _ in args]
         values: dict[_Place, Any] = dict(zip(places, args, strict=True))
         steps, outs = _inlined(jaxpr, consts, places, values)
@@ -145,7 +146,6 @@ class _Evaluation:
         ]
 
     def whole(self, value: Any) -> Any:
-        """Return a whole array: gathered, if the value is a shard."""
         if not isinstance(value, Shard):
             return value
         key = (id(value.array), *map(id, _moves(value)))
@@ -217,9 +217,13 @@ class _Evaluation:
         is_wide = jnp.issubdtype(shard.dtype, jnp.inexact) and shard.dtype.itemsize > 1
         if not (shard.dtype == bool if isinstance(neutral, bool) else is_wide):
             return None
+        # A shard of a leaf that n does not divide has padding behind its last number, which must not count.
         numbers, out = filled(shard, neutral), equation.outvars[0].aval.dtype
+        # Gathered and reduced again, since all-reduces of floats may lose NaN in extremes:
+        # https://github.com/openxla/xla/issues/21461
         if step.name != "reduce_sum":
             return reduce(lax.all_gather(reduce(numbers), replica_axis())).astype(out)
+        # Sums of half floats would round once a replica more than the whole sum does.
         wide = jnp.float32 if out.itemsize < 4 else out
         return lax.psum(reduce(numbers, dtype=wide), replica_axis()).astype(out)
 
@@ -239,6 +243,8 @@ class _Evaluation:
         if params["prevent_cse"] and params["differentiated"]:
             # Else XLA makes one of what is computed again and what the forward pass has computed.
             values = lax.optimization_barrier([v if isinstance(v, Shard) else jnp.asarray(v) for v in values])
+        # Inside, a leaf is gathered once and goes with the function's other intermediate values, which jax.checkpoint
+        # drops.
         before, self.gathered = self.gathered, {}
         results = self.run(params["jaxpr"], (), values)
         self.gathered = before
@@ -260,6 +266,8 @@ class _Evaluation:
         ]
         is_layer = [isinstance(v, Shard) and v.has_layers and not _moves(v) for v in values[stop:]]
         stacks = [v if layered else self.whole(v) for v, layered in zip(values[stop:], is_layer, strict=True)]
+        # Arrays of the body are tracers of its own trace: no gather outside may wait for one or take it for a leaf that
+        # is gathered already.
         before = self.recent, self.gathered
 
         def round_of(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -283,10 +291,12 @@ class _Evaluation:
         """Evaluate a branch that all replicas take, so that they meet in what it communicates."""
         # They would wait for each other in vain if an output that is to be the same on all of them were not.
         index, operands = lax.pmax(self.whole(values[0]), replica_axis()), values[1:]
+        # Branches of a switch must return one structure: a result is a shard where an operand of that shape is one.
         has_layers = {v.shape: v.has_layers for v in operands if isinstance(v, Shard) and not _moves(v)}
         before = self.recent, self.gathered
 
         def branch(closed: Any, operands: list[Any]) -> list[Any]:
+            # A leaf gathered in one branch does not exist in the other.
             self.recent, self.gathered = [], None
             results = self.run(closed.jaxpr, closed.consts, operands)
             for i, (result, out) in enumerate(zip(results, equation.outvars, strict=True)):
@@ -332,6 +342,8 @@ def _inlined(
     def named(atoms: Sequence[Any]) -> list[Any]:
         return [atom if isinstance(atom, Literal) else names[atom] for atom in atoms]
 
+    # Called functions are opened, so that a gather stands beside the equation that reads the leaf. jax.checkpoint is
+    # not: it would lose what it recomputes.
     steps: list[_Step] = []
     for equation in jaxpr.eqns:
         inner, ins = called_by(equation), named(equation.invars)
@@ -363,6 +375,8 @@ def _stacked_sums(
     Returns:
       The sums by what the loop stacks, with the conversions in them; and the places of what is converted behind it.
     """
+    # A gradient of stacked layers leaves its loop whole on each replica. Added up in each round, only a layer of it is
+    # ever whole.
     makers = {place: step for step in steps for place in step.outs}
     uses = Counter(
         atom for atoms in (*(step.ins for step in steps), outs) for atom in atoms if isinstance(atom, _Place)

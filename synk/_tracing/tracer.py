@@ -36,7 +36,6 @@ class TraceRequest:
       pack: flattens the returned value, and returns the leaves and a description that is kept.
       sees: the surroundings of the function. Rank, rows and values of variables come with each trace.
       variables: variables that the function will probably read. Guessing right saves a second trace.
-      merges_equal: whether to merge equations that repeat an earlier one.
       keeps_lines: whether equations keep the user's line that each comes from.
       mesh: the devices among which XLA divides the work; None where it divides none.
     """
@@ -68,7 +67,6 @@ class TracedFunction:
       outputs: the description of the returned value by `pack`.
       shapes: the shapes of the outputs, then of the new leaves.
       uses_rank: what makes results that may differ between replicas with equal inputs: calls and primitives.
-      uses_size: whether it asks how many replicas there are, by `synk.size`.
       has_effects: whether it prints or the like, so that a part must run once.
       has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
       draws_by_rbg: whether it draws by a generator whose numbers under `jax.vmap` depend on the other keys.
@@ -77,7 +75,6 @@ class TracedFunction:
       communicates_at_top: whether it does so outside loops and branches too.
       has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
       whole: the primitives that move numbers along the rows, where XLA divides the work: they run whole.
-      narrowest: the narrowest dtype of the floats that it computes.
       flops: counts operations of matrix products and convolutions for some of its results.
       fingerprint: equal for functions that compute the same.
     """
@@ -106,7 +103,6 @@ class TracedFunction:
 
     @property
     def communicates(self) -> bool:
-        """Tell whether it names the axis of the replicas."""
         return bool(self.over_axis)
 
 
@@ -123,6 +119,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
     axes = [(replica_axis(), request.sees.size)] if request.sees.has_axis else None
+    # Each further trace has the variables that the traces before have read, and there are finitely many.
     while True:
         shapes = [shape for variable in variables for shape in request.sees.shapes_of(variable)]
         flat = functools.partial(_run_traced, request, learned, variables, treedef)
@@ -135,6 +132,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
     is_used = [variable in learned["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     invars = [*compress(closed.jaxpr.invars, is_used), *closed.jaxpr.invars[len(is_used) :]]
     closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars))
+    # All questions about the function are answered by one walk over its equations, inner ones included.
     all_equations = list(equations(closed.jaxpr.eqns))
     names, over_axis = {e.primitive.name for e in all_equations}, list(filter(is_over_axis, all_equations))
     # The host need not give all replicas the same answer.
@@ -187,12 +185,12 @@ def _run_traced(
 
 
 def _ranks_in(equation: Any) -> Any:
-    """Return a tree of the ranks that an equation over the replicas' axis names."""
     return equation.params.get("perm"), equation.params.get("axis_index_groups")
 
 
 def _tells_ranks_apart(equation: Any) -> bool:
     """Check whether an equation over the replicas' axis may turn values that are equal on all replicas into others."""
+    # psum and all_gather over all replicas give all of them the same; over groups of ranks each group has its own.
     by_rank = equation.primitive.name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
     return by_rank or equation.params.get("axis_index_groups") is not None
 
@@ -205,6 +203,7 @@ def _run(
     sums: Mapping[int, ShardedSum] = NO_SUMS,
     are_equal: bool = False,
 ) -> list[Any]:
+    # Without shards JAX's own evaluator runs: it keeps source lines and contexts of all equations.
     if sums or any(isinstance(arg, Shard) for arg in args):
         results = evaluate_sharded(late, known, args, sums, are_equal)
     else:

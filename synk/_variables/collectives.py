@@ -148,6 +148,7 @@ def all_gather(variables: Any) -> Any:
       ...     w.value.tolist()
       [0, 1, 2]
     """
+    # Inside a function the argument tells: variables there are refused by `variables_of`, with what to do instead.
     context = current_trace()
     if context is not None and not _holds_variables(variables):
         return _gather_traced(context, variables)
@@ -225,6 +226,7 @@ def variables_of(variables: Any, call: str, is_read: bool = False) -> list[Share
         raise TypeError(
             f"synk.{call}: {shown(variables)} is no shared variable (or list of them); make one by synk.shared."
         )
+    # All are checked before the first changes, so that a call with a wrong variable changes none.
     for variable in checked:
         refuse_inside(variable.name, call)
         refuse_traced(variable.name, f"synk.{call}")
@@ -236,7 +238,6 @@ def variables_of(variables: Any, call: str, is_read: bool = False) -> list[Share
 
 
 def _with_values(variables: Any, value: Any, call: str) -> list[tuple[Shared, Any]]:
-    """Check the variables of a call, and pair each with its value."""
     checked = variables_of(variables, call)
     values = [value] if isinstance(variables, Shared) else value
     if not isinstance(values, list | tuple) or len(values) != len(checked):
@@ -249,13 +250,13 @@ def _like(variables: Any, results: list[Any]) -> Any:
 
 
 def _holds_variables(tree: Any) -> bool:
-    """Tell shared variables from traced values."""
     return any(isinstance(leaf, Shared) for leaf in jax.tree.leaves(tree))
 
 
 def _split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str) -> list[list[np.ndarray]]:
     """Select rows of a new value and cut them into parts, one a replica."""
     refuse_sparse(f"synk.{call}: {variable.name}", new)
+    # Rows are cut on the host, so that no device needs memory for all of them.
     leaves = [np.asarray(leaf) for leaf in new_leaves(variable, new, f"synk.{call}", borrow=True)]
     rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(rows) != 1 or None in rows:
@@ -273,6 +274,7 @@ def rows_held(variable: Shared, group: Group, what: str) -> Data:
     lengths = state.rows_per_replica
     if len(spec.shapes) != 1:
         raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
+    # Programs find a replica's rows by the lengths that scattered data has.
     if lengths is None or lengths != lengths_of(sum(lengths), group.size):
         held = "no rows" if lengths is None else f"{list(lengths)} rows"
         raise ValueError(
@@ -286,11 +288,10 @@ def rows_held(variable: Shared, group: Group, what: str) -> Data:
 
 
 def _state_of_first(variable: Shared) -> VariableState:
-    """Make the state in which every replica has what the first one holds.
-
-    Replicas that are taken to be equal are copied too: a host callback may have made them differ, and so may the values
-    with which processes begin.
-    """
+    """Make the state in which every replica has what the first one holds."""
+    # Replicas that are taken to be equal are copied too: a host callback may have made them differ, and so may the
+    # values with which processes begin. A variable that is not placed yet is copied here and not bound, since binding
+    # compares the values of processes.
     group, state = group_of(variable), variable._state
     if variable._group is not None:
         return variable._spec.storage.state_of_first(group, computed_state(variable))
@@ -299,7 +300,6 @@ def _state_of_first(variable: Shared) -> VariableState:
 
 
 def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
-    """Gather the leaves of all replicas: stacked on a new axis, or their rows one after another."""
     group = group_of(variable)
     state = bind(variable, group)
     if nd_up:
@@ -320,6 +320,8 @@ def _reduce(
 
     If only the first takes the combination, return stacked leaves: the first entry is new, the others are old.
     """
+    # Storages that have no value a replica are refused before, so stored leaves combine as logical ones do, packed or
+    # not.
     name = _elementwise(op, call)
     group, spec = group_of(variable), variable._spec
     state = bind(variable, group)
@@ -343,7 +345,7 @@ def _reduce(
 
 
 def _reduced_value(variable: Shared, op: ElementwiseOp) -> PyTree:
-    """Return the combination of all replicas' values."""
+    # Read through the storage, since stored leaves may be packed.
     leaves, storage = _reduce(variable, "reduce", op, None, "none"), variable._spec.storage
     return variable._spec.tree(storage.read(group_of(variable), leaves, "replicated", "replicated"))
 
@@ -355,6 +357,7 @@ def _state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:
     return state_of_leaves(leaves, "stacked", variable._state.rows_per_replica, by)
 
 
+# Cached: programs are kept by the identity of their bodies, so a new closure would compile again.
 @lru_cache(maxsize=256)
 def _reduce_body(op: str, is_for_first: bool) -> Body:
     def body(shares: jax.Array, *arrays: jax.Array) -> list[jax.Array]:

@@ -46,6 +46,7 @@ class AbstractState:
 
     def part_shapes(self, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
         """Return the shapes inside a function. A variable that holds rows is seen with `rows` rows."""
+        # Stored rows are padded to those of the replica with the most; a function must not see the padding.
         if self.rows_per_replica is None or rows is None:
             return self.shapes
         return [jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for s in self.shapes]
@@ -58,11 +59,11 @@ class AbstractState:
         """Return the state with its rows dealt out to so many replicas, or itself if it holds none."""
         if self.rows_per_replica is None:
             return self
+        # Stored shapes have the rows of the longest part, which changes with the number of replicas.
         lengths = lengths_of(sum(self.rows_per_replica), replicas)
         return replace(self, shapes=tuple(self.part_shapes(max(lengths))), rows_per_replica=lengths)
 
     def global_shapes(self, size: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the arrays of a group of `size` replicas."""
         front = (size,) if self.layout == "stacked" else ()
         return [jax.ShapeDtypeStruct((*front, *s.shape), s.dtype) for s in self.shapes]
 
@@ -70,8 +71,6 @@ class AbstractState:
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class VariableState:
     """The leaves of a shared variable and what is known of them. Nothing assigns to a state that is made.
-
-    The class is not frozen: each call makes states, and a frozen one takes three times as long to make.
 
     Attributes:
       leaves: the stored leaves, global arrays of the variable's group.
@@ -81,6 +80,7 @@ class VariableState:
       failure: the function whose program died before it wrote these leaves, and the cause.
     """
 
+    # Final and not frozen: each call makes states, and a frozen dataclass takes three times as long to make.
     leaves: Final[list[jax.Array]]
     abstract: Final[AbstractState]
     is_equal: Final[bool] = True
@@ -119,7 +119,7 @@ def deal_out(group: Group, leaves: Sequence[np.ndarray], lengths: Sequence[int])
 
 
 def with_layout(state: AbstractState, layout: Layout | None) -> AbstractState:
-    """Return the state with another layout; None keeps the layout that it has."""
+    # The same object where nothing changes: warm calls compare states by identity first.
     return state if layout is None or layout == state.layout else replace(state, layout=layout)
 
 

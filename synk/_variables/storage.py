@@ -1,7 +1,7 @@
 """Storage: how the leaves of a variable's value lie on the replicas; a class for each way.
 
-*Logical* leaves are those that the user sees, *stored* ones those that programs take. Nothing else asks how they are
-stored: another way needs a class, with what differs from `Storage`.
+*Logical* leaves are those that the user sees, *stored* ones those that programs take. No other module depends on how
+leaves are stored. To add a way, write a subclass of `Storage`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,19 +52,18 @@ Buffers: TypeAlias = tuple[tuple[int, ...], ...]
 class Storage:
     """Storage of whole leaves: a replica has a copy of each, or where replicas differ, a value or rows of its own.
 
-    Programs are kept by its methods.
-
     Attributes:
       shapes: of the logical leaves of the first value. Rows may change axis 0.
       is_sharded: whether each replica stores a part, so that it has no value of its own, and reading communicates.
     """
 
+    # Frozen and compared by identity: groups keep programs by the methods of a storage, as `storage_of` makes one a
+    # kind.
     shapes: Shapes
     is_sharded: ClassVar[bool] = False
 
     @property
     def shapes_in_shards(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the logical leaves that lie in shards."""
         return []
 
     # Leaves of one replica.
@@ -155,6 +154,7 @@ class Storage:
     def gather(self, group: Group, state: VariableState, nd_up: int, layout: Layout) -> list[jax.Array]:
         """Return the logical leaves of all replicas in a layout: with an axis of replicas in front, or for `nd_up` 0
         their rows one after another."""
+        # Unpacked inside the program, so that packed leaves travel as few arrays.
         body = _gather_body(nd_up, state.rows_per_replica, self.unpack)
         ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(self.shapes))
         return run_collective(group, body, ins, outs, state.leaves)
@@ -209,6 +209,7 @@ class Storage:
         """
         if saved["is_equal"]:
             return self.state_of_copies(group, leaves, layout)
+        # Another number of replicas has no place for the values of single ones, so all take the average.
         if saved["replicas"] != group.size:
             return self.state_of_copies(group, list(map(_mean_of, leaves)), layout)
         rows = saved["lengths"]
@@ -217,6 +218,7 @@ class Storage:
             stacked = relayout(group, leaves, "stacked", "stacked")
         else:
             pack = partial(self.pack, like=group)
+            # Rows are stored as they are, since only values of the first shapes are packed.
             entries = leaves if rows else zip(*map(pack, zip(*leaves, strict=True)), strict=True)
             stacked = [stack_parts(group, parts, max(rows) if rows else None) for parts in entries]
         return state_of_leaves(stacked, "stacked", rows, diverged_by="what was saved")
@@ -234,6 +236,8 @@ class Storage:
     ) -> VariableState:
         """Make the state in which one replica has these logical leaves and the others keep theirs."""
         new, abstract = self.pack(leaves, state.leaves), state.abstract
+        # With the same shapes one replica's shard is replaced in place; other rows need arrays of another length, and
+        # all parts anew.
         if abstract.rows_per_replica is None and [leaf.shape for leaf in new] == [s.shape for s in abstract.shapes]:
             pairs = zip(_stacked(group, state), new, strict=True)
             stacked = [set_replica(group, old, leaf, rank) for old, leaf in pairs]
@@ -259,6 +263,7 @@ class Packed(Storage):
       elsewhere: those in groups of other devices.
     """
 
+    # LEAVES_A_BUFFER in value.py has the reason for two ways.
     on_cpus: Buffers
     elsewhere: Buffers
 
@@ -266,6 +271,7 @@ class Packed(Storage):
         buffers = self._buffers(like)
         if buffers is None or [leaf.shape for leaf in leaves] != [shape.shape for shape in self.shapes]:
             return list(leaves)
+        # Outside a trace jnp would start a program for each leaf, on a device that may not be the variable's.
         numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
         return [
             leaves[which[0]]
@@ -305,6 +311,8 @@ class Packed(Storage):
         """Return the leaves in each array as a group has them, or in each of these; None if none is shared."""
         if isinstance(like, Group):
             return self.on_cpus if like.platform == "cpu" else self.elsewhere
+        # Leaves of a value with other rows are not packed; then there are as many stored arrays as leaves, and none is
+        # shared.
         return next((b for b in (self.on_cpus, self.elsewhere) if len(b) == len(like) < len(self.shapes)), None)
 
     def _unpacked_copies(self, *stored: jax.Array) -> list[jax.Array]:
@@ -322,6 +330,7 @@ class Shards(Packed):
       sharded: for each leaf whether it lies in shards; other leaves are whole on every replica.
     """
 
+    # The shard of a single replica would be the whole leaf, so its value is stored as a packed one is.
     sharded: tuple[bool, ...]
     is_sharded: ClassVar[bool] = True
 
@@ -347,6 +356,8 @@ class Shards(Packed):
             return super().to_store(values, layout)
         leaves: list[jax.Array] = []
         for value, shape, is_sharded in zip(values, self.shapes, self.sharded, strict=True):
+            # A shard that a loop over layers has made may be cut along another axis than the stored one: gathered, it
+            # is cut anew.
             is_in_place = isinstance(value, Shard) and value.has_layers == keeps_layers(shape.shape)
             shard = value if is_in_place or not is_sharded else own_shard(whole(value))
             # Zeros lie behind the last number, whatever an update makes of them.
@@ -394,6 +405,7 @@ class Shards(Packed):
         for leaf, is_sharded, shape in zip(leaves, self.sharded, self.shapes, strict=True):
             layout: Layout = "stacked"
             if is_sharded and group._is_multi_process:
+                # Other processes hold the other shards: gather this leaf by a program of a storage of it alone.
                 leaf_alone = storage_of(Shards, (shape,), ((0,),), ((0,),), (True,))
                 (leaf,), layout = leaf_alone.read(group, [leaf], "stacked", "replicated"), "replicated"
             if is_reader:
@@ -432,6 +444,7 @@ class Shards(Packed):
     def made(self, group: Group, make: Any, given: Sequence[tuple[Storage, VariableState]], name: str) -> VariableState:
         """Make the state of what a function returns, given values of variables, with nothing whole but a leaf."""
         shapes = [shape for storage, state in given for shape in storage.traced_shapes(state.abstract, None)]
+        # Evaluated like a user's function: a leaf that the function reads is gathered where it is read.
         closed, _ = without_places(jax.make_jaxpr(make)(*shapes), name)
         layout: Layout = "stacked" if group.size > 1 else "replicated"
 
@@ -483,7 +496,6 @@ def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body
 
 
 def _stacked(group: Group, state: VariableState) -> list[jax.Array]:
-    """Return the leaves with one entry a replica on axis 0."""
     return state.leaves if state.layout == "stacked" else relayout(group, state.leaves, "replicated", "stacked")
 
 

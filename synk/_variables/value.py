@@ -46,7 +46,6 @@ class ValueSpec:
     """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*.
 
     Attributes:
-      treedef: the tree of the value.
       paths: of the logical leaves, as messages write them.
       keys: the PRNG implementation of each logical leaf; None for plain arrays.
       storage: how the logical leaves are stored.
@@ -80,6 +79,7 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, sharded: bool) -> tupl
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
         with named(f"{name}{path}"):
             arrays.append(leaf if is_shape else as_array(leaf, f"{name}{path}"))
+    # One shape among the leaves makes the variable one of shapes alone, for programs that are compiled and not run.
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
@@ -89,6 +89,7 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, sharded: bool) -> tupl
     storage = storage_of(Storage, shapes)
     if sharded:
         storage = storage_of(Shards, shapes, *buffers, tuple(s.size * s.dtype.itemsize > SMALL for s in shapes))
+    # Leaves are concatenated on the host, which cannot read arrays of other processes.
     elif all(map(_is_readable, data)) and len(together) < len(shapes):
         storage = storage_of(Packed, shapes, *buffers)
     # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
@@ -110,7 +111,7 @@ def _buffers(shapes: Sequence[jax.ShapeDtypeStruct], nodes: Sequence[Any]) -> Bu
 
 
 def _is_readable(leaf: Any) -> bool:
-    """Check whether this process can read a leaf."""
+    # An array that lies on devices of other processes too cannot be brought to this host alone.
     return not isinstance(leaf, jax.Array) or is_everywhere(leaf)
 
 
@@ -131,9 +132,11 @@ def conform(
 
 
 def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, call: str, any_rows: bool) -> Any:
+    # Inside a function a new value is a tracer of that trace, which is right.
     if current_trace() is None:
         refuse_tracer(leaf, f"{call}: the new value of {name}")
     with named(f"{call}: the new value of {name}"):
+        # A Python number takes the old dtype, as it does in arithmetic; an int may become a float, a float no int.
         if isinstance(leaf, SCALARS) and _kind(np.asarray(leaf).dtype) <= _kind(like.dtype):
             leaf = np.asarray(leaf, like.dtype)
         leaf = as_array(leaf, name)
@@ -187,6 +190,7 @@ def copies_of(arrays: Sequence[Any]) -> list[Any]:
         alike.setdefault(copies[i].sharding, []).append(i)
     # In a trace around this line the program would give tracers.
     with jax.ensure_compile_time_eval():
+        # One program takes arrays of one sharding alone; one for all of these costs one launch.
         for numbers in alike.values():
             for i, copy in zip(numbers, _copied([copies[i] for i in numbers]), strict=True):
                 copies[i] = copy

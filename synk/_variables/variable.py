@@ -82,6 +82,7 @@ class Shared:
         self._given_name = name or "a shared variable without a name"
         # A function that makes the first value in shards.
         self._made_by: Callable[[], PyTree] | None = None
+        # A callable that is a pytree node, such as a model of equinox or a partial of JAX, is a value.
         if callable(value) and jax.tree.leaves(value) == [value]:
             if sharded:
                 self._made_by, value = value, jax.eval_shape(value)
@@ -299,6 +300,7 @@ def shared_from(source: Shared, fn: Callable[[PyTree], PyTree], name: str, shard
     if not sharded:
         return Shared(map_value(source, fn), name)
     made = Shared(jax.eval_shape(fn, abstract_value(source)), name, sharded=True)
+    # The source may be made of shapes itself; then there is no value to make this one of.
     has_value = source._made_by is not None or not is_made_of_shapes(source)
     # On devices that are not here it is made of shapes alone.
     if has_value and (group := group_of(source)).accelerator is None:
@@ -309,6 +311,8 @@ def shared_from(source: Shared, fn: Callable[[PyTree], PyTree], name: str, shard
 
 def newest() -> int:
     """Return the number of the newest variable that still lives."""
+    # Numbers grow and the dictionary keeps their order, so the last key is the newest. No lock: warm calls ask each
+    # time.
     while True:
         try:
             return next(reversed(Shared._living), 0)
@@ -358,6 +362,7 @@ def bind(variable: Shared, group: Group) -> VariableState:
     """Return the state in this group. The first use places the value there."""
     if variable._group is not group:
         group._refuse_if_absent(variable.name)
+    # Forgotten once it has run: it may hold another model alive.
     if variable._group is None and variable._made_by is not None:
         variable._state, variable._group = _made_state(variable, group, variable._made_by), group
         variable._made_by = None
@@ -416,7 +421,7 @@ def state_in(variable: Shared, group: Group) -> VariableState:
 
 
 def is_made_of_shapes(variable: Shared) -> bool:
-    """Check whether the variable has no value yet, only shapes."""
+    # Any leaf tells, since `spec_of_value` makes shapes of all if one is a shape.
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in variable._state.leaves)
 
 
@@ -432,7 +437,7 @@ def map_value(variable: Shared, fn: Callable[[PyTree], PyTree]) -> PyTree:
 
 
 def abstract_value(variable: Shared) -> PyTree:
-    """Return the value's tree with shapes for arrays and typed keys."""
+    # eval_shape turns raw data into keys without making a key.
     spec, shapes = variable._spec, logical_shapes(variable)
     return jax.eval_shape(lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *shapes)
 
@@ -511,7 +516,6 @@ def _agree_to_read(variable: Shared, group: Group, rank: int | None) -> None:
 
 
 def divergence(variable: Shared) -> str:
-    """Say why replicas share no value, and what to do."""
     name, state = variable.name, variable._state
     if state.rows_per_replica is not None:
         return (
@@ -543,6 +547,7 @@ def _group_with_rank(variable: Shared, rank: int) -> Group:
 
 def commit_all(states: Sequence[tuple[Shared, VariableState]]) -> None:
     """Give variables new states: all of them or, on Ctrl-C, none."""
+    # Signals wait, so that no KeyboardInterrupt comes between two assignments.
     with uninterrupted():
         for variable, state in states:
             variable._group, variable._state = group_of(variable), state
@@ -550,24 +555,22 @@ def commit_all(states: Sequence[tuple[Shared, VariableState]]) -> None:
 
 def invalidate(variable: Shared, state: VariableState, name: str, cause: Exception) -> None:
     """Mark the variable as lost, if it still has this state, whose program died."""
+    # The variable may have been set since: then the dead program's value is not the variable's any more.
     if variable._state is state:
         variable._state = replace(state, failure=(name, cause))
 
 
 def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
-    """Make the state in which every replica has a copy of the leaves, or its shards of them."""
     return variable._spec.storage.state_of_copies(group_of(variable), leaves, variable._state.layout)
 
 
 def state_of_value(
     variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, is_assigned: bool = False
 ) -> VariableState:
-    """Make the state in which every replica has a copy of a new value."""
     return state_of_copies(variable, new_leaves(variable, new, call, borrow, is_assigned))
 
 
 def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
-    """Make the state in which one replica has a new value and the others keep theirs."""
     group = _group_with_rank(variable, rank)
     variable._spec.storage.refuse(variable.name, "set_value(rank=...)")
     leaves = new_leaves(variable, new, "set_value", borrow=False)
@@ -575,10 +578,10 @@ def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
 
 
 def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, is_assigned: bool = False) -> list[Any]:
-    """Check a new value and return its leaves, copies unless `borrow`."""
     spec = variable._spec
     any_rows = spec.storage.takes_other_rows(variable._state.abstract, is_assigned)
     leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows)
     leaves = leaves if borrow else copies_of(leaves)
+    # Compared after they are checked, so that a wrong value raises its own message in the process that has it.
     _compare_processes(variable, group_of(variable), leaves)
     return leaves

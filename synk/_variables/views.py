@@ -55,13 +55,14 @@ def _as_one(home: Group, variable: Shared, state: VariableState) -> VariableStat
         )
     if state.layout == "replicated":
         return state
+    # All replicas share the value, so the devices have it already: it only takes another layout.
     leaves = relayout(home, state.leaves, state.layout, "replicated")
     return replace(state, leaves=leaves, abstract=with_layout(state.abstract, "replicated"))
 
 
 def _deal_out(home: Group, group: Group, variable: Shared, batch_s: Any) -> VariableState:
-    """Deal out the rows that a variable holds, or those that `batch_s` picks, to the replicas of another group."""
     state = computed_state(variable)
+    # By way of the host: another group may have other devices, and parts of other lengths.
     (rows,) = variable._spec.storage.each_on_host(home, state)
     if batch_s is not None:
         together = merge_replicas(select_on_replicas(batch_s, state.rows_per_replica or (), "batch_s", variable.name))
