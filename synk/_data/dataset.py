@@ -297,9 +297,8 @@ class Data:
         self._become(_source=None, _length=0)
 
     def _become(self, **changes: Any) -> None:
-        # Data, lengths and places change together, under the lock: a call in another thread sees all of the change or
-        # none.
         self._refuse_change()
+        # Array, length and place change together: a call in another thread, or a handler of a signal, sees all or nothing.
         with LOCK, uninterrupted():
             self._copy = self._group = None
             for name, value in changes.items():
