@@ -61,6 +61,8 @@ class Runner:
         """Return the site of the replicas; two simulated ones for a group of one, which runs the serial program."""
         if self.home.size > 1 or self.function.engine == "jit":
             return site_of(self.function, self.plans, self.home, "afresh")
+        # A group of one would compare the serial program with itself. Two simulated replicas show what depends on
+        # parts.
         group = self.home._derived(self.home.devices[:1] * 2, True)
         return self._site(group, view_from(self.home, group, self.options.batch_s))
 
@@ -84,13 +86,11 @@ class Runner:
         return outcome
 
     def run_both(self, function: FunctionSpec) -> tuple[Outcome, Outcome]:
-        """Run a call of the function, or of a function made of it, on one device and on the replicas."""
         many = self.run(self.parallel, function)
         return self.run(self.serial, function), many
 
 
 def run_serial(runner: Runner, update: bool) -> PyTree:
-    """Run a call once on one device, and return its result on every replica; with `update`, commit its updates."""
     with LOCK:
         outcome, home = runner.run(runner.serial, runner.function), runner.home
         if outcome.is_refused:
@@ -128,6 +128,7 @@ class CallRows:
         """Make arguments and options for a call with some of the rows, by their numbers in this call."""
         index = np.asarray(rows)
         leaves = [
+            # Data without a row for each row selected is picked by the batch; minibatch data has to be cut here.
             Data(leaf[index], leaf.name, minibatch=True, key=leaf._key) if _is_minibatch(leaf) else leaf
             for leaf in self._bound.leaves
         ]

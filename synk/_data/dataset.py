@@ -298,7 +298,7 @@ class Data:
 
     def _become(self, **changes: Any) -> None:
         self._refuse_change()
-        # Array, length and place change together: a call in another thread, or a handler of a signal, sees all or nothing.
+        # Array, length and place change together: another thread, or a handler of a signal, sees all or nothing.
         with LOCK, uninterrupted():
             self._copy = self._group = None
             for name, value in changes.items():
