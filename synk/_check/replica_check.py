@@ -74,8 +74,8 @@ def check_replicas(*variables: Shared) -> None:
 def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
     """Return a program that gives all replicas every replica's fingerprints."""
 
-    # For each variable: the number of its stored leaves, and what makes of them the leaves to compare. Stored arrays
-    # may have filler, whose bits say nothing.
+    # For each variable: the number of its stored leaves, and what makes of them the leaves to compare. Leaves in shards
+    # differ by design, so they come without elements.
     def body(*leaves: jax.Array) -> list[jax.Array]:
         rest, prints = iter(leaves), list[jax.Array]()
         for count, comparable in variables:
