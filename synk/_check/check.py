@@ -44,8 +44,8 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
         _check_same(runner, mapping, many)
         # If an output differs, what follows from it differs as well, and needs no line.
         lines = list(_unequal_outputs(runner, one, many, tolerance)) or _unequal_after(runner, one, many, tolerance)
-        # Reading rows back from the devices takes long: it is done where a difference calls for it, and with one replica,
-        # whose check may not show a difference.
+        # Reading rows back from the devices takes long. A difference calls for it; so does one replica, whose check
+        # may show none.
         if lines or runner.home.size == 1:
             _check_data(runner)
         if lines:

@@ -27,20 +27,14 @@ from .._variables.views import View, one_device, view_from
 
 @dataclass(frozen=True)
 class Runner:
-    """A call of a function, to be run without committing or donating anything.
-
-    Attributes:
-      function: the function.
-      plans: the function's own plans, which serve views of variables as well: a plan fits wherever states are equal.
-      bound: the call's arguments.
-      options: the call's options.
-      home: the group in which shared variables and data live.
-    """
+    """A call of a function, to be run without committing or donating anything."""
 
     function: FunctionSpec
+    # The function's own plans, which serve views of variables as well: a plan fits wherever states are equal.
     plans: PlanCache
     bound: BoundArguments
     options: CallOptions
+    # The group in which shared variables and data live.
     home: Group
 
     @cached_property

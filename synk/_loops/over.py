@@ -136,7 +136,7 @@ class Accumulation:
         """Launch a program that adds to the sums. Return the entries of rows and parts that it has made."""
         results = run(self._function.name, program, [*reads, self._sums, values])
         num_sums = len(_compiler(ready.plan).carry)
-        # The program was given the old sums to overwrite, so they are gone.
+        # The program may have overwritten the old sums, which it was given to donate.
         self._sums = results[:num_sums]
         # Host memory is where CPU devices have them.
         for array in results[num_sums:] if ready.group.platform != "cpu" else ():

@@ -81,7 +81,7 @@ class CallLists(Iterator[list[LoopCall]]):
 
 
 def small_lists(items: Batches | Items, source: Any) -> tuple[int, Iterator[Sequence[LoopCall]]]:
-    """Put small calls of `f.over` in lists if no code of the user's runs between. Return also how long a list may be."""
+    """Put small calls of `f.over` in lists if no code of the user's runs between. Return the longest length too."""
     calls, order = iter(items.calls(source)), behind_bar(source)
     # The shapes of one call tell the bytes of all. A generator is not asked: it would run code of the user's ahead of
     # the loop.

@@ -28,12 +28,7 @@ R = TypeVar("R")
 
 
 class Stopped(Exception):
-    """An error behind results that the loop is to see before it.
-
-    Attributes:
-      results: the results, perhaps none.
-      error: the error.
-    """
+    """An error behind results, perhaps none, that the loop is to see before it."""
 
     def __init__(self, results: list[Any], error: BaseException) -> None:
         self.results, self.error = results, error

@@ -30,15 +30,10 @@ CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 
 class InFlight:
-    """A program that was launched, equal only to itself.
+    """A program that was launched, equal only to itself."""
 
-    Attributes:
-      token: one output of the program, a `jax.Array`, to wait on.
-      on_failure: called with the error if the program dies.
-      peers: the `Peers` of its group, which learn of a failure first.
-      name: the program's name in messages.
-    """
-
+    # The token is one output of the program, a `jax.Array`, to wait on. The peers of its group learn of a failure
+    # before `on_failure` does.
     __slots__ = ("name", "on_failure", "peers", "token")
 
     def __init__(self, token: Any, on_failure: OnFailure, peers: Any, name: str) -> None:

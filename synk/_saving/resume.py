@@ -73,7 +73,6 @@ class Resumed(Iterator[Any]):
         ask_from(int(self._group._peers.from_process_0(call, take)))
 
     def load(self) -> None:
-        """Load the newest checkpoint, if there is one."""
 
         def find() -> Checkpoint:
             found = read(self._folder, None)
@@ -118,6 +117,7 @@ class Resumed(Iterator[Any]):
 
     # A global may be gone when Python ends; a default value is not.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Locks and other modules may be gone when Python ends, and the system frees the lock itself.
         if not is_finalizing():
             self._end()
 
@@ -156,6 +156,7 @@ class Resumed(Iterator[Any]):
     @public_api
     def _meet(self) -> None:
         """Learn from process 0, with all others, whether to save, and when to meet again."""
+        # Meetings make a process wait for the slowest one, so they are few: see `Meetings`.
         call = f"synk.resume: a meeting after {self.done} items"
         plan = self._group._peers.from_process_0(call, lambda: json.dumps(self._meetings.plan(self.done)))
         is_due, ahead = json.loads(plan)
@@ -163,15 +164,16 @@ class Resumed(Iterator[Any]):
 
     @public_api
     def _save(self, is_last: bool = False, is_finished: bool = False) -> None:
-        """Save all variables at this item; wait until they are written if it is the last save."""
         start = monotonic()
         extra = None if self._made_extra is None else checked_extra(self._made_extra(), "resume")
+        # What is saved are finished items alone: the loop asks for the next item when its body has ended.
         extra = {"done": self.done, "extra": extra, "is_finished": is_finished}
 
         # The thread that writes does not keep a loop that is left.
         folder, done, keep = self._folder, self.done, self._keep
 
         def begin(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+            # The last save must raise, since nothing comes after it. Any other may fail, and the next one tries again.
             act = write if is_last else _try_to_write
             return WRITER.run(lambda: act(folder, done, about, arrays, keep), f"item {done}", not is_last)
 
@@ -188,13 +190,11 @@ class Resumed(Iterator[Any]):
         raise Preempted
 
     def _finish(self) -> None:
-        """Save at the end, unless a run before has."""
         if not self._is_finished:
             self._save(is_last=True, is_finished=True)
         self._end()
 
     def _end(self, failure: str = "") -> None:
-        """Leave the loop, and give the folder and SIGTERM back."""
         if self._lock is not None:
             self._lock.free()
         if not self._is_over:
