@@ -213,7 +213,7 @@ def _serve(modules: Sequence[str]) -> None:
     rest = b""
     try:
         while True:
-            # Python has no wait for both a pipe and a child, so while runs go on the pipe is asked every 20 ms.
+            # No portable wait is for both a pipe and a child, so while runs go on the pipe is asked every 20 ms.
             if select.select([0], [], [], 0.02 if running else None)[0]:
                 if not (new := os.read(0, 1 << 16)):
                     return
@@ -260,7 +260,6 @@ def _begin(job: Sequence[Any], environment: dict[str, str], draws: "_Draws") -> 
 
 def _write(job: Sequence[Any], draws: "_Draws") -> None:
     path, name, rows, mode, out, _ = job
-    # The server was forked with what earlier runs have left here.
     draws.is_quiet, draws.count = mode == "quiet", 0
     record: dict[str, Any] = {"error": None, "leaves": []}
     arrays: dict[str, np.ndarray] = {}

@@ -227,7 +227,7 @@ class Data:
         """Hold another array instead, without a copy, of any number of rows of the shape that it has; else ValueError.
 
         Args:
-          value: as for `synk.data`; its dtype becomes this one's where read.
+          value: as for `synk.data`; its rows get the dtype of this data when they are read.
 
         Example:
           >>> import numpy as np, synk

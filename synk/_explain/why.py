@@ -36,7 +36,7 @@ def why_compiled(compiled: Sequence[Compiled], plan: CallPlan) -> list[str]:
 
 def _differences(old: dict[Any, str], new: dict[Any, str]) -> list[str]:
     changed = [part for part in {**new, **old} if new.get(part, _ABSENT) != old.get(part, _ABSENT)]
-    # The tree of arguments changes with every other part, so it is named only where nothing else differs.
+    # Another argument may change the tree of arguments too, so the tree is named only where nothing else differs.
     named = [part for part in changed if part != "arguments"] or changed
     return [
         f"{getattr(part, 'name', part)}: {_short(new.get(part, _ABSENT))}, was {_short(old.get(part, _ABSENT))}"

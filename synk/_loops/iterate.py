@@ -57,9 +57,9 @@ def each(values: Iterable[Any]) -> Any:
 
     Args:
       values: an iterable with as many values as there are batches, or more: learning rates, PRNG keys. Beside
-        `synk.minibatches(..., start=n)`, where a run goes on, the values of all batches, of which the first n are left
-        out, or those of the batches that are left. `synk.each(synk.row_keys(key, number_of_all_batches))` gives a batch
-        the same key whatever `start` and the number of epochs are.
+        `synk.minibatches(..., start=n)`, where a run continues, the values of all batches, of which the first n are
+        left out, or those of the batches that are left. `synk.each(synk.row_keys(key, number_of_all_batches))` gives a
+        batch the same key whatever `start` and the number of epochs are.
 
     Returns:
       What to pass as the argument.

@@ -114,7 +114,7 @@ ALONE = Peers()
 class Group:
     """The replicas: one device each, on a mesh axis named `"replica"`, or all simulated on one device.
 
-    In `with` the group is current inside, and the previous group is restored after. As a number it is its size.
+    Inside a `with` block the group is the current one; after it the previous group is. As a number it is its size.
 
     Attributes:
       devices: the device of each replica, in rank order.

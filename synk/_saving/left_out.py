@@ -1,4 +1,4 @@
-"""Left out: the items of a loop that a run before has done."""
+"""Left out: the items of a loop that an earlier run has done."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice

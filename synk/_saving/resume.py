@@ -1,4 +1,4 @@
-"""Resume: go on with a loop from its last save."""
+"""Resume: continue a loop where the last run stopped."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ class Resumed(Iterator[Any]):
 
     Attributes:
       done: how many items are done, by runs before too.
-      extra: what `extra` returned at the save from which this run goes on; None at a first start.
+      extra: what `extra` returned at the save from which this run continues; None at a first start.
       saving: the seconds for which the loop has waited for saves of this run.
     """
 
@@ -229,23 +229,23 @@ def resume(
     extra: Callable[[], Any] | None = None,
     keep: int | None = 3,
 ) -> Resumed:
-    """Go on with a loop from its last save: load variables, leave out the items that are done, and save in the loop.
+    """Continue a loop where the last run stopped: load variables, leave out the items that are done, save in the loop.
 
-    Call it in a program that is started again after a fault, with the same arguments. The first time it yields all
-    items. Later it loads the newest whole checkpoint, and yields the items that are left. The numbers are those of a
-    run without a fault, to rounding (bit for bit with `blocks=`), on any number of replicas: items after the checkpoint
-    are computed again, and none is left out or counted twice.
+    Call it in a program that is started again after a fault, with the same arguments. The first start yields all
+    items. A later start loads the newest whole checkpoint, and yields the items that are left. The numbers are
+    those of a run without a fault, to rounding (bit for bit with `blocks=`), on any number of replicas: items after
+    the checkpoint are computed again, and none is left out or counted twice.
 
-    Ranges, sequences and `synk.minibatches` are cut by index, also inside `enumerate` and `zip`, whose numbers go on.
-    Loops of `f.iterate` and `f.stream` leave out their first batches, with their values of `synk.each`. Items of any
-    other iterable are asked for and dropped. If such an item calls a synk function, it raises, at a first start too:
-    put `synk.resume` inside, as in `tqdm(synk.resume(batches, ...))`.
+    Ranges, sequences and `synk.minibatches` are cut by index, also inside `enumerate` and `zip`, whose numbers go
+    on. Loops of `f.iterate` and `f.stream` leave out their first batches, with their values of `synk.each`. Items
+    of any other iterable are asked for and dropped. If such an item calls a synk function, it raises, at a first
+    start too: put `synk.resume` inside, as in `tqdm(synk.resume(batches, ...))`.
 
-    While the loop runs, all processes save in the background before the same item, and at its end. A line says which
-    save has failed; the next one tries again. After a SIGTERM they save and raise `synk.errors.Preempted`, which ends
-    the program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start goes on from the
-    last save. A finished loop yields nothing when it is started again. On one machine, `folder="/dev/shm/run"` with a
-    short `save_every` restarts from memory.
+    While the loop runs, all processes save in the background before the same item, and at its end. A line says
+    which save has failed; the next one tries again. After a SIGTERM they save and raise `synk.errors.Preempted`,
+    which ends the program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start
+    continues from the last save. A finished loop yields nothing when it is started again. On one machine,
+    `folder="/dev/shm/run"` with a short `save_every` restarts from memory.
 
     Args:
       steps: what the loop goes through; or a function that takes `done` and `extra` and returns the items that are

@@ -306,7 +306,7 @@ class Tuner:
         """Run a trial and the best in turns; return the seconds of both in each round."""
 
         def run_both(number: int) -> tuple[float, float]:
-            # In turns first and second: whoever runs second finds a warmer machine.
+            # In turns first and second: whoever runs second may find a warmer machine.
             if number % 2:
                 return trial.run().seconds, self._best.run().seconds
             best = self._best.run().seconds

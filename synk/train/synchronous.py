@@ -154,7 +154,7 @@ class Step:
     ) -> Step:
         """Make a step by another program over the same shared variables; what is not given stays as it is.
 
-        Both steps may be called, in any order: each goes on from where the other has left the variables.
+        Both steps may be called, in any order: each continues with the values that the other has left.
 
         Args:
           compiler_options: options of XLA by name, in addition to those that the step has.
