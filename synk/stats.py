@@ -140,6 +140,7 @@ def logsumexp(x: Any) -> Monoid:
     x = _rows_of(x, "logsumexp")
     wide = x.astype(accumulation_dtype(x.dtype, "mean"))
     most = wide.max(0, keepdims=True)
+    # Relative to the largest number, so that no exponential overflows.
     state = {"most": most[0], "sum": jnp.exp(wide - _finite(most)).sum(0)}
     return statistic(state, _merge_exponentials, partial(_logsumexp, dtype=_real_like(x)))
 
@@ -233,6 +234,7 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
     _refuse_traced("histogram", "range", range)
     if np.ndim(bins) == 0 and range is None:
         raise ValueError(f"synk.stats.histogram: bins={bins!r} needs range=(lowest, highest); or give edges as bins.")
+    # Edges depend on the data only by its dtype, since bins and range are given.
     like = np.zeros(0, x.dtype if jnp.issubdtype(x.dtype, np.floating) and x.dtype.itemsize >= 4 else np.float32)
     edges = np.histogram_bin_edges(like, bins, range)
     if not jnp.issubdtype(x.dtype, np.integer):
@@ -312,7 +314,6 @@ def quantile(x: Any, q: Any) -> Monoid:
 
 
 def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
-    """Make a statistic that `finish` computes from count, mean and squares."""
     finish_it = partial(finish, dtype=_real_like(x), **options)
     return statistic(_spread(x, finish.__name__[1:]), _merge_spreads, finish_it)
 
@@ -352,7 +353,6 @@ _State = dict[str, jax.Array]
 
 
 def _rows_of(x: Any, name: str) -> jax.Array:
-    """Return an array of rows, with booleans as integers. Raise ValueError for a scalar."""
     x = jnp.asarray(x)
     if x.ndim == 0:
         raise ValueError(f"synk.stats.{name}: a scalar has no rows; give an array, rows first.")
@@ -371,7 +371,6 @@ def _integers_of(x: Any, name: str) -> jax.Array:
 
 
 def _real_like(x: Any) -> Any:
-    """Return the dtype of a mean of numbers."""
     dtype = jnp.asarray(x).dtype
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
 
@@ -382,6 +381,7 @@ def _rows_in_words(rows: int) -> jax.Array:
 
 
 def _add_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+    # Both words stay below 2**31: the low ones of two counts add up to less than that.
     high, low = a + b
     return jnp.stack([high + (low >> 30), low % 2**30])
 
@@ -408,6 +408,7 @@ def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None
     """Return rows in a float dtype, minus a shift. Only integers with more bits than the dtype need one."""
     if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).bits <= jnp.finfo(dtype).nmant:
         return x.astype(dtype), None
+    # Both halves of an integer are exact floats. Their sum may not be, so a number near the mean is taken off before.
     half = jnp.iinfo(x.dtype).bits // 2
     high, low = (x >> half).astype(dtype), (x & (2**half - 1)).astype(dtype)
     has_room = jnp.abs(high).max(0, keepdims=True) < 2 ** (jnp.finfo(dtype).nmant + 1 - half)
@@ -428,11 +429,7 @@ def _spread(x: Any, name: str) -> _State:
 
 
 def _merge_means(a: _State, b: _State) -> tuple[_State, jax.Array, jax.Array]:
-    """Merge the numbers and means of two states.
-
-    Returns:
-      The merged numbers and mean, the distance of the two means, and its weight in the sum of squares.
-    """
+    """Merge the numbers and means of two states. Return also the distance of the means, and its weight in squares."""
     rows = _add_rows(a["rows"], b["rows"])
     of_a, of_b, of_all = (_number_of(words, a["mean"].real.dtype) for words in (a["rows"], b["rows"], rows))
     share = of_b / of_all
@@ -508,6 +505,8 @@ def _largest(values: jax.Array, rows: jax.Array, k: int) -> _State:
     """Return the k largest values, NaN first. Of equal values the first rows win; negative rows are fillers."""
     is_nan = jnp.isnan(values)
     falling = jnp.where(is_nan, 0, -values) if jnp.issubdtype(values.dtype, jnp.floating) else ~values
+    # lexsort sorts by its last key first: fillers last, NaN first, larger values, earlier rows. `~values` reverses
+    # integers without overflow, which `-values` has at the least one.
     order = jnp.lexsort((rows, falling, ~is_nan, rows < 0))[:k]
     return {"value": values[order], "row": rows[order]}
 
@@ -529,6 +528,8 @@ def _places(x: jax.Array, edges: np.ndarray) -> jax.Array:
 def _places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
     """Return the bin of each integer, which compares exactly with edges that its dtype does not have."""
     limits = jnp.iinfo(x.dtype)
+    # An integer is at or above an edge if it is at or above the edge rounded up. Floats would lose digits of large
+    # integers.
     at_least = [edge if np.isinf(edge) else math.ceil(edge) for edge in edges.tolist()]
     below = sum(edge <= limits.min for edge in at_least)
     inside = np.array([edge for edge in at_least[below:] if edge <= limits.max], x.dtype)
@@ -550,6 +551,7 @@ def _counted(place: jax.Array, length: int) -> jax.Array:
 
 
 def _merge_counts(a: jax.Array, b: jax.Array) -> jax.Array:
+    # A count that wraps around would look right.
     return a + jnp.minimum(b, jnp.iinfo(a.dtype).max - a)
 
 

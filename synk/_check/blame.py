@@ -114,7 +114,6 @@ def _together(function: str, names: Sequence[str], rows: tuple[int, int], line: 
 
 
 def _refuse_rows(ready: ReadyCall, bound: BoundArguments) -> None:
-    """Raise ValueError if rows cannot be tried one by one."""
     name = ready.function.name
     if any(bound.spec.overlaps):
         raise ValueError(f"{name}.blame: rows that bring their neighbours cannot be tried one by one.")
@@ -129,10 +128,8 @@ def _refuse_rows(ready: ReadyCall, bound: BoundArguments) -> None:
 
 
 def _blame_row(ready: ReadyCall, prober: Prober, numbers: np.ndarray, span: tuple[int, int]) -> Blame | None:
-    """Blame one row, and say where it ran; None if rows are bad only together.
-
-    `numbers` are the numbers of the call's rows in the inputs, `span` is the first and the last of the rows to blame.
-    """
+    """Blame one row, and say where it ran; None if rows are bad only together."""
+    # `numbers` are the numbers of the call's rows in the inputs; `span` is the first and the last of the rows to blame.
     row, last = span
     # One row of the inputs may be there several times.
     if np.ptp(numbers[row : last + 1]):
@@ -154,6 +151,7 @@ def _blame_row(ready: ReadyCall, prober: Prober, numbers: np.ndarray, span: tupl
 
 def _outputs_not_finite(site: Site, bound: BoundArguments, options: CallOptions) -> list[str]:
     """Return the names of combined outputs that are not finite, before any `then`."""
+    # Without `then`, which may hide or make such numbers. A call that refuses them would return no outputs.
     function = replace(site.function, then=None, refuses_nan=False)
     outcome = evaluate(prepare(site._replace(function=function), bound, options))
     return [
@@ -193,11 +191,15 @@ def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str,
     for variable, state in outcome.updates.items():
         before = ready.state(variable)
         olds = before.leaves
+        # A variable that the replicas shared may hold one value each after the call, and the two are compared place by
+        # place.
         if before.layout != state.layout:
             olds = relayout(group, olds, before.layout, state.layout)
         storage = variable._spec.storage
         leaves, olds = [storage.apart(group, stored, state.layout) for stored in (state.leaves, olds)]
         for path, leaf, old in zip(variable._spec.paths, leaves, olds, strict=True):
+            # A variable may hold infinity on purpose, such as the best loss so far, so what was there before does not
+            # count.
             kinds = _kinds_on_replicas(group, leaf, state.layout, old)
             if any(kinds):
                 yield f"{name}: every row is fine; then makes {variable.name}{path} not finite.{hint}", kinds
@@ -212,4 +214,5 @@ def _kinds_on_replicas(group: Group, leaf: jax.Array, layout: Layout, *olds: jax
 
 
 def _kinds_anywhere(leaf: jax.Array, *olds: jax.Array) -> list[jax.Array]:
+    # One program for all replicas, so that every process learns the same and none stays behind in a collective.
     return [lax.psum(kinds_of(leaf, olds).astype(jnp.int32), replica_axis()) > 0]

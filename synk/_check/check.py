@@ -27,22 +27,25 @@ from .serial import CallRows, Runner
 
 
 def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
-    """Run a call on the replicas and on one device from the same state; raise LawError naming what differs.
-
-    `function` is the function of calls; the runner has the same function with all outputs gathered.
-    """
+    """Run a call on the replicas and on one device from the same state; raise LawError naming what differs."""
     with LOCK:
+        # `function` is the function of calls, whose plans a change of a global would leave stale. The runner's gathers
+        # all outputs.
         if is_stale(site_of(function, runner.plans, runner.home), runner.bound, runner.options):
             raise LawError(
                 f"{function.name}: something that it reads from outside has changed since it was traced, as under "
                 f"jax.jit: a number, an array, a flag, or which variable it uses. Pass what changes as an argument."
             )
+        # Outputs are compared before any `then`: what `then` makes of a wrong sum would name another culprit.
         mapping = replace(runner.function, then=None)
+        # Without wires and blocks, which round in their own way. Both have a check of their own below.
         runner = replace(runner, function=runner.function.exact())
         one, many = runner.run_both(mapping.exact())
         _check_same(runner, mapping, many)
         # If an output differs, what follows from it differs as well, and needs no line.
         lines = list(_unequal_outputs(runner, one, many, tolerance)) or _unequal_after(runner, one, many, tolerance)
+        # Reading rows back from the devices takes long. A difference calls for it; so does one replica, whose check
+        # may show none.
         if lines or runner.home.size == 1:
             _check_data(runner)
         if lines:
@@ -60,10 +63,12 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
 
 def check_first_call(site: Site, bound: BoundArguments, options: CallOptions, plan: CallPlan | None) -> None:
     """Check a call, of which there is no plan under a trace, or say once why it is left unchecked."""
+    # The law of a batch of `over` is that of a call.
     function = replace(site.function, is_over=False)
     try:
         if plan is None:
             raise SynkError("it is called under a trace")
+        # "first", "stack" and callables depend on how rows are divided, and so do ranks, by design.
         leaves = [leaf for leaf in plan.outputs.results if not leaf.reduction.is_lawful]
         ops = {f"the op {leaf.reduction.name!r}" for leaf in leaves if function.name_of_output(leaf.path)[1]}
         alone = [update.variable for update in plan.updates if update.depends_on is None]
@@ -75,11 +80,11 @@ def check_first_call(site: Site, bound: BoundArguments, options: CallOptions, pl
         raise
     except Exception as error:
         line = f"synk: {function.name} is left unchecked by SYNK_CHECK=law: {in_a_line(error)}"
+        # Once a function and group: a loop would print the line at every call.
         site.plans.kept(site.group, line, lambda: print(line, file=sys.stderr, flush=True) or line)
 
 
 def _check_data(runner: Runner) -> None:
-    """Raise LawError if rows on the devices are not those of the array that the serial run reads."""
     for name, leaf in zip(runner.bound.spec.names, runner.bound.leaves, strict=True):
         if isinstance(leaf, Data) and is_written_behind(leaf, runner.home):
             raise LawError(
@@ -132,6 +137,8 @@ def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
         if leaf.reduction.is_lawful and not tolerance.admits(a, b)
     ]
     parts, rows = _parts(runner, replace(mapping, per_part="all")) if differing else ([], np.zeros(0))
+    # An op may match by chance, as "max" of parts that happen to be equal. In another order of the rows it seldom does
+    # again.
     moved = _in_another_order(runner, mapping, many.plan, len(rows)) if differing else None
     seen = {""}
     for i in differing:
@@ -162,14 +169,11 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
 def _in_another_order(
     runner: Runner, mapping: FunctionSpec, plan: CallPlan, count: int
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray] | None:
-    """Run a call of so many parts with the rows of each part dealt out to all of them.
-
-    Return the serial outputs, the parts and their rows; None if the rows of a call have one order.
-    """
     rows = _rows_to_choose(runner, mapping, plan)
     if rows is None:
         return None
     every = np.arange(len(rows.positions))
+    # Every count-th row, so that each part gets rows of all parts.
     bound, options = rows.call_of(np.concatenate([every[start::count] for start in range(count)]))
     moved = replace(runner, bound=bound, options=options._replace(num_slices=runner.options.num_slices))
     serial = [np.asarray(leaf) for leaf in moved.run(moved.serial, mapping).leaves]
@@ -206,10 +210,7 @@ def _cause(runner: Runner, mapping: FunctionSpec, where: tuple[CallPlan, int], t
 
 
 def _unequal_after(runner: Runner, one: Outcome, many: Outcome, tolerance: Tolerance) -> list[str]:
-    """Describe results of `then`, and updates, that differ although outputs are equal.
-
-    `one` and `many` are the outcomes without `then`.
-    """
+    """Describe results of `then`, and updates, that differ although outputs are equal."""
     function = runner.function
     if function.then is None:
         return list(_unequal_results(runner, one, many, tolerance))
@@ -227,6 +228,7 @@ def _unequal_after(runner: Runner, one: Outcome, many: Outcome, tolerance: Toler
         function.fn(*args, **kwargs)  # for the variables that it updates
         return outputs
 
+    # Every replica returns the outputs whole, so "first" hands them on to `then` bit for bit.
     equal = replace(function, fn=with_equal_outputs, ops=REDUCTIONS["first"])
     again = replace(runner, plans=PlanCache(), options=runner.options._replace(num_slices=1))
     return list(_unequal_results(again, *again.run_both(equal), tolerance))

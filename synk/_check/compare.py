@@ -26,6 +26,7 @@ class Tolerance(NamedTuple):
         if one.shape != other.shape:
             return False
         has_floats = any(jnp.issubdtype(value.dtype, jnp.inexact) for value in (one, other))
+        # Integers add up exactly in any order.
         if self == (None, None) and not has_floats:
             return np.array_equal(one, other)
         rtol, atol = self.of(one.dtype)
@@ -33,7 +34,7 @@ class Tolerance(NamedTuple):
 
 
 def widened(*values: Any) -> list[np.ndarray]:
-    """Convert values to 64-bit numbers. In a narrow dtype differences round, and unsigned integers wrap around."""
+    # In a narrow dtype differences round, and unsigned integers wrap around.
     dtype = np.complex128 if any(map(np.iscomplexobj, values)) else np.float64
     return [np.asarray(value, dtype) for value in values]
 

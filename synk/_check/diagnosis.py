@@ -56,10 +56,8 @@ class UnequalOutput(NamedTuple):
 
 
 def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> str:
-    """Tell in words why an output differs: by its op, by rounding in a narrow dtype, or by another cause.
-
-    `cause` is asked if neither an op nor rounding explains the difference; it compares numbers by a tolerance.
-    """
+    """Tell in words why an output differs: by its op, by rounding in a narrow dtype, or by another cause."""
+    # `cause` runs the function again, so it is asked only if neither an op nor rounding explains the difference.
     leaf, inside, (name, is_users) = output.leaf, output.inside, output.name
     dtype, off = leaf.dtype, difference(output.serial, output.got)
     if leaf.reduction.name == "merge":
@@ -94,17 +92,15 @@ def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
 
 
 def _overflows(output: UnequalOutput) -> bool:
-    """Check whether a mean of a function that computes in float16 is finite only serially."""
+    # A loss that is scaled for float16 overflows in a part alone: the part has fewer rows, and each a larger share of
+    # the mean.
     if output.leaf.reduction.name != "mean" or output.inside != np.float16 or output.serial.shape != output.got.shape:
         return False
     return bool((np.isfinite(output.serial) & ~np.isfinite(output.got)).any())
 
 
 def likely_cause(run: Callable[[np.ndarray], np.ndarray], rows: int, tolerance: Tolerance) -> str | None:
-    """Find the cause by a few runs, in words; None if there are too few rows.
-
-    `run` computes the serial output of some rows, by their numbers.
-    """
+    """Find the cause by a few runs of some rows, in words; None if there are too few rows."""
     if rows < 4:
         return None
     # Fewer rows, moved rows and doubled rows: each changes the answer of some kinds of functions, and of no other.
@@ -129,18 +125,17 @@ def likely_cause(run: Callable[[np.ndarray], np.ndarray], rows: int, tolerance: 
     is_there = np.isfinite(extras).all() and not tolerance.admits(extras[0], np.zeros_like(extras[0]))
     if is_there and tolerance.admits(*extras):
         return CONSTANT
+    # Every row twice leaves means, variances and maxima as they are, but not sums or sequences.
     return STATISTIC if tolerance.admits(whole, run(np.repeat(every, 2))) else COUPLED
 
 
 def _is_quotient(run: Callable[[np.ndarray], np.ndarray], rows: int, error: float) -> bool:
-    """Tell whether the output of a function is a quotient of two sums over rows, to a relative error.
-
-    If f = A / B for sums A and B, (f(S + T) - f(S)) / (f(T) - f(S + T)) is B(T) / B(S), and half of that if S is there
-    twice.
-    """
+    """Tell whether the output of a function is a quotient of two sums over rows, to a relative error."""
     # Few rows differ most, but they may weigh nothing.
     for size in (2**i for i in range(1, rows.bit_length() - 1)):
         one, two = (np.arange(size) * (rows // size) + first for first in (0, rows // size // 2))
+        # If f = A / B for sums A and B, (f(S + T) - f(S)) / (f(T) - f(S + T)) is B(T) / B(S), and half of that if S is
+        # there twice.
         f = np.stack(widened(*map(run, map(np.concatenate, ([one], [two], [one, two], [one, one, two])))))
         noise = error * np.abs(f[np.isfinite(f)]).max(initial=0)
         up, down, up_twice, down_twice = f[2] - f[0], f[1] - f[2], f[3] - f[0], f[1] - f[3]

@@ -79,12 +79,10 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def like_one_device(one: np.ndarray, other: np.ndarray, n: int) -> np.ndarray | None:
-    """Bring a leaf of `n` devices into the shape that it has on one; None if its shape is another.
-
-    `jax.pmap` leaves an axis of devices in front: (1, ...) on one device, (n, ...) on n.
-    """
+    """Bring a leaf of `n` devices into the shape that it has on one; None if its shape is another."""
     if one.shape == other.shape:
         return other
+    # `jax.pmap` leaves an axis of devices in front: (1, ...) on one device, (n, ...) on n.
     if one.ndim and other.ndim == one.ndim and len(one) == 1 and len(other) == n:
         if other.shape[1:] == one.shape[1:]:
             return other[:1]
@@ -94,7 +92,6 @@ def like_one_device(one: np.ndarray, other: np.ndarray, n: int) -> np.ndarray | 
 
 
 def plain_fault(one: Leaf, other: Leaf, n: int) -> tuple[str, str]:
-    """Tell a fault that shows without comparing numbers, and its mark in the table; empty texts if there is none."""
     a, b = one.value, other.value
     if one.dtype != other.dtype:
         return f"dtype {other.dtype}, on one device {one.dtype}", other.dtype
@@ -105,6 +102,7 @@ def plain_fault(one: Leaf, other: Leaf, n: int) -> tuple[str, str]:
         if a.ndim and b.ndim == a.ndim and a.shape[1:] == b.shape[1:]:
             return f"{shapes}: rows are {'dropped' if len(b) < len(a) else 'added, such as padding'}", str(b.shape)
         return shapes, str(b.shape)
+    # A stacked value is right if its entries are equal. Entries that differ were never combined.
     if a.shape != b.shape and b.shape[1:] == a.shape[1:] and max(apart(b[0], part) for part in b) > 1e-4:
         return STACKED, "stacked"
     if (np.isnan(same) & ~np.isnan(a)).any():
@@ -115,6 +113,7 @@ def plain_fault(one: Leaf, other: Leaf, n: int) -> tuple[str, str]:
 def law_in_n(one: Leaf, values: Mapping[int, np.ndarray]) -> str | None:
     """Find how a leaf, or a part of it, grows with the number of devices; three numbers tell."""
     a, tight = one.value, one.rounding
+    # Two numbers of devices fit most laws by chance.
     if len(values) < 3 or not all(np.isfinite(b).all() for b in (a, *values.values())):
         return None
     for name, grows in GROWTH.items():
@@ -125,6 +124,7 @@ def law_in_n(one: Leaf, values: Mapping[int, np.ndarray]) -> str | None:
     for name, grows in GROWTH.items():
         parts = np.stack([(b - a) / (grows(n) - 1) for n, b in values.items()])
         size = np.abs(parts).max()
+        # The difference to one device has lost digits, the more the smaller it is beside the leaf.
         slack = min(0.05, 1e-3 + 10 * tight * np.abs(a).max() / size)
         if np.abs(parts - parts[0]).max() < slack * size:
             known = {"n": PART_TIMES_N, "1/n": PART_ONE_NTH}
@@ -147,6 +147,7 @@ def law_of_places(one: Leaf, values: Mapping[int, np.ndarray]) -> str | None:
     if all(len(a) % n == 0 and apart(row_sums(n), b) < 100 * tight for n, b in values.items()):
         return ROW_SUMS
     for axis in range(a.ndim):
+        # Shards of fewer than four rows have no middle to tell from their edges.
         places = {_place(a, b, n, axis, tight) for n, b in values.items() if a.shape[axis] >= 4 * n}
         if len(places) == 1 and (place := places.pop()):
             return place.format(axis)
@@ -161,6 +162,7 @@ def _place(a: np.ndarray, b: np.ndarray, n: int, axis: int, tight: float) -> str
     off = (np.abs(a - b).max(others) > 10 * tight * np.abs(a).max()).reshape(n, -1)
     if not off[0].any() and off[1:].mean() > 0.5:
         return FIRST_PART
+    # An edge is wrong on some shards alone: those at the ends of the array may be right.
     ever = off.any(0)
     is_edge = (ever[0] or ever[-1]) and not ever[len(ever) // 2]
     return EDGES if is_edge else None

@@ -31,13 +31,11 @@ ALL_KINDS: Kinds = (True, True, True)
 
 
 def kinds_of(leaf: Any, olds: Sequence[jax.Array] = ()) -> jax.Array:
-    """Tell the kinds of a leaf's numbers.
-
-    Numbers that an array of `olds` has at the same place do not count: a variable may hold infinity on purpose.
-    """
+    """Tell the kinds of a leaf's numbers."""
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.zeros(3, bool)
+    # Numbers that an array of `olds` has at the same place do not count: a variable may hold infinity on purpose.
     for old in olds:
         if (old.shape, old.dtype) == (leaf.shape, leaf.dtype):
             leaf = jnp.where(leaf == old, jnp.zeros_like(leaf), leaf)
@@ -102,24 +100,18 @@ class Prober:
         return bool((np.asarray(evaluate(ready).leaves[0]) & self._kinds).any())
 
     def find(self, kinds: Kinds) -> tuple[int, int] | None:
-        """Find the first row to blame, or the first and last of rows that are bad together.
-
-        The search asks for the kinds that the answer shows, since infinity may be meant for some rows, as in a mask
-        before a maximum.
-        """
+        """Find the first row to blame, or the first and last of rows that are bad together."""
         if self._rows is None:
             return None
-        # Without such rows it asks for all kinds: clipping makes NaN of an infinite gradient.
+        # The kinds that the answer shows come first, since infinity may be meant for some rows, as in a mask before a
+        # maximum. Without such rows the search asks for all kinds: clipping makes NaN of an infinite gradient.
         for self._kinds in dict.fromkeys((kinds, ALL_KINDS)):
             if span := find_first(len(self._rows.positions), self.is_bad):
                 return span
         return None
 
     def run_alone(self, rows: Sequence[int]) -> tuple[bool, str | None]:
-        """Run the function on rows, each once, on one device. Return whether they are bad, and the line that makes it.
-
-        Sums over a row that is repeated may overflow where its own do not.
-        """
+        # Each row once, on one device: sums over a row that is repeated may overflow where its own do not.
         assert self._rows is not None
         runner = Runner(self._function, PlanCache(), *self._rows.call_of(rows), self._site.home or self._site.group)
         one, view = runner.serial.group, runner.serial.state
@@ -142,14 +134,8 @@ class Prober:
 
 
 def find_first(rows: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, int] | None:
-    """Find the first row that is bad by itself, or a run of rows that are bad together; None if all are good.
-
-    The search asks at most 2 log2(rows) + 4 times. A row is named only if some other is good by itself, since a number
-    that is computed across rows, such as a standard deviation, may be bad for any row alone.
-
-    Returns:
-      The first and the last row; they are equal if one row is bad by itself.
-    """
+    """Find the first row that is bad by itself, or the ends of a run that is bad together; None if all are good."""
+    # At most 2 log2(rows) + 4 questions: each is a run of the function.
     if not is_bad(range(rows)):
         return None
     # Rows before `row` are fine together, rows up to `row` are not.
@@ -159,5 +145,7 @@ def find_first(rows: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int,
         first = bisect_left(range(1, row), True, key=lambda start: not is_bad(range(start, row + 1)))
         return first, row
     # The neighbour before and the first row, or two other rows for the first row itself.
+    # A number that is computed across rows, such as a standard deviation, may be bad for any row alone. So a row is
+    # named only if some other row is good by itself.
     others = {row - 1, 0} if row else {rows // 2, rows - 1}
     return (0, rows - 1) if all(is_bad([other]) for other in others) else (row, row)

@@ -64,11 +64,9 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Tell whether no leaf is wrong."""
         return not self.wrong
 
     def json(self) -> str:
-        """Return all fields as JSON text."""
         table = [{"leaf": leaf, "rows": rows, "devices": row} for (leaf, rows), row in self.table.items()]
         fields = {"target": self.target, "ok": self.ok, "wrong": self.wrong, "refuses": self.refuses}
         return json.dumps(fields | {"notes": self.notes, "table": table}, indent=1)
@@ -173,8 +171,6 @@ def _takes_rows(source: str, name: str) -> bool:
 
 
 class _Check:
-    """One check of a program."""
-
     def __init__(self, program: Program, report: CheckReport, devices: Sequence[int], rtol: float | None) -> None:
         self.program, self.report, self.devices, self.rtol = program, report, devices, rtol
 
@@ -188,6 +184,7 @@ class _Check:
             self._compare_runs(rows)
         if any("n times" in cause or "1/n" in cause or "once a device" in cause for cause in report.wrong):
             report.notes += [FOLLOWS] if len(report.wrong) > 1 else []
+        # A cause by a law comes before one that was found because no law told.
         certain = [cause for cause in report.wrong if not cause.startswith(NO_LAW)]
         report.wrong = {cause: report.wrong[cause] for cause in (*certain, *report.wrong)}
         return report
@@ -196,8 +193,10 @@ class _Check:
         """Note a cause, with the lines of the source that have its words."""
         pattern = _LINES.get(words or cause)
         lines = [(i, line.strip()) for i, line in enumerate(self.program.source.splitlines(), 1)]
+        # Comments, docstrings and imports have the words, but not the fault.
         code = [(i, line) for i, line in lines if not line.startswith(("#", '"', "import ", "from "))]
         found = [f"line {i}: {line}" for i, line in code if pattern and re.search(pattern, line)]
+        # More lines than that point nowhere.
         if 0 < len(found) <= 3:
             cause = "\n    ".join([cause, *found])
         leaves = self.report.wrong.setdefault(cause, [])
@@ -222,7 +221,6 @@ class _Check:
             self._compare_leaf(leaf, found, rows, at)
 
     def _has_run(self, n: int, rows: int | None, run: Run, at: str) -> bool:
-        """Tell whether a run returned leaves; note why not."""
         report = self.report
         if run.error is None:
             if run.devices != n:
@@ -257,6 +255,7 @@ class _Check:
                 bad[n] = same
         if not bad:
             return
+        # A law in n speaks of all numbers of devices. Where some are right, rows or places decide.
         law = law_in_n(leaf, bad) if len(bad) == len(found) else None
         if law is None and self.rtol is None and (why := self._rounding(leaf, bad, rows)):
             row |= {n: f"~{row[n]}" for n in bad}
@@ -273,6 +272,7 @@ class _Check:
         if not leaf.bits:
             return None
         n, off = min(bad), max(apart(leaf.value, b) for b in bad.values())
+        # Rounding shrinks by a factor of 2**29 in float64, and a fault stays as large as it is.
         runs = [self.program.start(count, rows, "x64") for count in (1, n)]
         (one, several), narrow = (run.result() for run in runs), self.program(1, rows).narrow
         a, b = one.leaves.get(leaf.name), several.leaves.get(leaf.name)

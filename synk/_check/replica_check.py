@@ -65,18 +65,17 @@ def check_replicas(*variables: Shared) -> None:
             )
     with eager():
         for variable, state in zip(checked, states, strict=True):
+            # The bits were compared, so from now on the variable counts as one value, and any replica's may be read.
             if variable._state is state and not state.is_equal:
                 variable._state = VariableState(state.leaves, state.abstract)
 
 
 @lru_cache(maxsize=256)
 def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
-    """Return a program that gives all replicas every replica's fingerprints.
+    """Return a program that gives all replicas every replica's fingerprints."""
 
-    Args:
-      variables: for each its number of stored leaves, and what makes of them the leaves to compare.
-    """
-
+    # For each variable: the number of its stored leaves, and what makes of them the leaves to compare. Leaves in shards
+    # differ by design, so they come without elements.
     def body(*leaves: jax.Array) -> list[jax.Array]:
         rest, prints = iter(leaves), list[jax.Array]()
         for count, comparable in variables:
@@ -87,10 +86,9 @@ def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
 
 
 def _fingerprint(leaf: jax.Array) -> jax.Array:
-    """Return 64 bits that depend on every bit and its place: two sums of mixed numbers.
-
-    The mix is the finalizer of MurmurHash3 (https://github.com/aappleby/smhasher/wiki/MurmurHash3).
-    """
+    """Return 64 bits that depend on every bit and its place: two sums of mixed numbers."""
+    # A sum, since its terms may come in any order, as XLA likes. 64 bits in two halves, since JAX may have 64-bit
+    # numbers switched off.
     flat = leaf.ravel()
     whole = flat.size // AT_A_TIME
 
@@ -99,6 +97,7 @@ def _fingerprint(leaf: jax.Array) -> jax.Array:
         return total + _sums(lax.dynamic_slice(flat, (start,), (AT_A_TIME,)), start)
 
     rest = _sums(flat[whole * AT_A_TIME :], np.uint32(whole * AT_A_TIME))
+    # A loop over pieces, since the mix of a whole leaf of gigabytes would not fit beside it.
     return lax.fori_loop(np.uint32(0), np.uint32(whole), add, rest) if whole else rest
 
 
@@ -113,6 +112,7 @@ def _sums(numbers: jax.Array, start: Any) -> jax.Array:
                       for seed in (0x9E3779B1, 0x85EBCA77)])  # fmt: skip
 
 
+# The finalizer of MurmurHash3: https://github.com/aappleby/smhasher/wiki/MurmurHash3
 def _mixed(bits: jax.Array) -> jax.Array:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)

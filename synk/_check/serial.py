@@ -27,20 +27,14 @@ from .._variables.views import View, one_device, view_from
 
 @dataclass(frozen=True)
 class Runner:
-    """A call of a function, to be run without committing or donating anything.
-
-    Attributes:
-      function: the function.
-      plans: the function's own plans, which serve views of variables as well: a plan fits wherever states are equal.
-      bound: the call's arguments.
-      options: the call's options.
-      home: the group in which shared variables and data live.
-    """
+    """A call of a function, to be run without committing or donating anything."""
 
     function: FunctionSpec
+    # The function's own plans, which serve views of variables as well: a plan fits wherever states are equal.
     plans: PlanCache
     bound: BoundArguments
     options: CallOptions
+    # The group in which shared variables and data live.
     home: Group
 
     @cached_property
@@ -61,6 +55,8 @@ class Runner:
         """Return the site of the replicas; two simulated ones for a group of one, which runs the serial program."""
         if self.home.size > 1 or self.function.engine == "jit":
             return site_of(self.function, self.plans, self.home, "afresh")
+        # A group of one would compare the serial program with itself. Two simulated replicas show what depends on
+        # parts.
         group = self.home._derived(self.home.devices[:1] * 2, True)
         return self._site(group, view_from(self.home, group, self.options.batch_s))
 
@@ -84,13 +80,11 @@ class Runner:
         return outcome
 
     def run_both(self, function: FunctionSpec) -> tuple[Outcome, Outcome]:
-        """Run a call of the function, or of a function made of it, on one device and on the replicas."""
         many = self.run(self.parallel, function)
         return self.run(self.serial, function), many
 
 
 def run_serial(runner: Runner, update: bool) -> PyTree:
-    """Run a call once on one device, and return its result on every replica; with `update`, commit its updates."""
     with LOCK:
         outcome, home = runner.run(runner.serial, runner.function), runner.home
         if outcome.is_refused:
@@ -128,6 +122,7 @@ class CallRows:
         """Make arguments and options for a call with some of the rows, by their numbers in this call."""
         index = np.asarray(rows)
         leaves = [
+            # Data without a row for each row selected is picked by the batch; minibatch data has to be cut here.
             Data(leaf[index], leaf.name, minibatch=True, key=leaf._key) if _is_minibatch(leaf) else leaf
             for leaf in self._bound.leaves
         ]

@@ -43,7 +43,6 @@ class Hold:
         _holds[id(self)] = self
 
     def refuses(self, data: Data) -> bool:
-        """Tell whether nothing may write to data now."""
         calls, lists = self.waiting
         # Copies: the thread of the loop takes and launches calls meanwhile.
         held = [leaf for call in chain([*calls], *[*lists]) for leaf in call.leaves]
@@ -114,7 +113,6 @@ class Data:
 
     @property
     def _home(self) -> Place:
-        """Return the object of this place."""
         return PLACES[self._place]
 
     @property
@@ -229,7 +227,7 @@ class Data:
         """Hold another array instead, without a copy, of any number of rows of the shape that it has; else ValueError.
 
         Args:
-          value: as for `synk.data`; its dtype becomes this one's where read.
+          value: as for `synk.data`; its rows get the dtype of this data when they are read.
 
         Example:
           >>> import numpy as np, synk
@@ -299,8 +297,8 @@ class Data:
         self._become(_source=None, _length=0)
 
     def _become(self, **changes: Any) -> None:
-        """Set several attributes at once, and drop the copy of the rows on devices."""
         self._refuse_change()
+        # Array, length and place change together: another thread, or a handler of a signal, sees all or nothing.
         with LOCK, uninterrupted():
             self._copy = self._group = None
             for name, value in changes.items():
@@ -329,14 +327,16 @@ refuse_use(
 
 def _living(objects: WeakValueDictionary[int, T]) -> list[T]:
     """Return the objects that are alive, also while other threads make some."""
+    # `list(dictionary.values())` may raise where another thread adds an object meanwhile; a list of references does
+    # not.
     return [alive for reference in objects.valuerefs() if (alive := reference()) is not None]
 
 
 def _holders(source: Source) -> list[Data]:
-    """Return each `Data` that holds rows of a source."""
     return [data for data in _living(_alive) if share_rows(source, getattr(data, "_source", None))]
 
 
+# Copies on devices are sent whole at the next read: a range of stale rows would have to follow every kind of index.
 def _mark_stale(source: Source) -> None:
     """Note that rows of a source are written, which copies on devices do not have yet."""
     for data in _holders(source):
@@ -390,7 +390,6 @@ def resident(data: Data, group: Group) -> jax.Array:
 
 
 def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of what `resident` returns."""
     return data._home.abstract(group, data.shape, narrow(data._dtype))
 
 
@@ -404,13 +403,13 @@ def is_written_behind(data: Data, group: Group) -> bool:
 
 
 def is_result(source: Source) -> bool:
-    """Check whether the rows were made on the replicas, by an output that stays there."""
+    # The rows were made on the replicas, so the array on the host is a copy and a write to it would reach no device.
     return isinstance(source, Reader) and isinstance(source.of, ReplicaRows)
 
 
 def data_of_replicas(group: Group, array: jax.Array, rows: int, key: Any, name: str) -> Data:
-    """Make a `Data` of rows that lie on the replicas, stacked and dealt out evenly."""
     made = Data(ReplicaRows(group, array, rows), name, "scatter", key=key)
+    # The rows lie on the devices already, stacked and dealt out evenly. The host gets a copy at the first read there.
     made._copy, made._group = array, group
     return made
 

@@ -19,27 +19,14 @@ _OUTS: Layouts = ["stacked"]
 
 
 def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> jax.Array:
-    """Give each replica the rows that it wants.
-
-    Only picked rows travel, in rounds of one all-to-all of a fixed size. For random picks one round is nearly always
-    enough. The index is data, so that other picks need no other program.
-
-    Args:
-      group: the replicas.
-      data: all rows, stacked: (replicas, rows of a replica, ...).
-      rows: the number of rows in all.
-      wanted: numbers of rows, (replicas, rows of the longest part).
-
-    Returns:
-      The rows wanted, stacked: (replicas, rows of the longest part, ...).
-    """
+    """Give each replica the rows that it wants: `wanted` has row numbers, (replicas, rows of the longest part)."""
+    # The index is an argument of the program, not a constant, so that other picks of as many rows compile nothing.
     index = put(group, wanted.astype(np.int32).ravel(), "replicated")
     body = _body(group.size, rows, wanted.shape[1])
     return run_collective(group, body, _INS, _OUTS, [data, index])[0]
 
 
 def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, max_rows: int) -> Executable:
-    """Return the program of `exchange` for parts of up to `max_rows` rows, to look at."""
     index = jax.ShapeDtypeStruct((group.size * max_rows,), np.int32)
     body = _body(group.size, rows, max_rows)
     spec = ProgramSpec(body, [_INS], [[data, index]], _OUTS, name="exchange")
@@ -48,7 +35,6 @@ def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, max_ro
 
 @lru_cache(maxsize=1024)
 def _body(size: int, rows: int, max_rows: int) -> Body:
-    """Make the body for `size` replicas that hold `rows` rows, each of which wants `max_rows` rows."""
     starts = np.array([part.start for part in split_rows(rows, size)], np.int32)
     # The rows of one message: the expected number of random picks, and four standard deviations.
     expected = max_rows / size
@@ -76,6 +62,9 @@ def _body(size: int, rows: int, max_rows: int) -> Body:
             is_new = (incoming // capacity == turn).reshape(max_rows, *[1] * (data.ndim - 1))
             return jnp.where(is_new, exchanged(turn), before)
 
+        # Only picked rows travel, in rounds of one all-to-all of a fixed size, since XLA needs the size of a message.
+        # For random picks one round is nearly always enough; a sorted batch, whose rows all lie on one replica, takes
+        # several.
         received = lax.fori_loop(1, (largest + capacity - 1) // capacity, later, exchanged(0))
         return [lax.bitcast_convert_type(received, dtype) if is_small else received]
 
@@ -83,11 +72,9 @@ def _body(size: int, rows: int, max_rows: int) -> Body:
 
 
 def _number_by_pair(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Number the rows of each (owner, receiver) pair, and count the rows of the largest pair.
-
-    Row i of a pair travels in round i // capacity, at position i % capacity.
-    """
+    """Number the rows of each (owner, receiver) pair, and count the rows of the largest pair."""
     is_of = owner[:, :, None] == jnp.arange(len(owner), dtype=jnp.int32)[None, None]
+    # Row i of a pair travels in round i // capacity, at position i % capacity.
     order = jnp.cumsum(is_of, axis=1, dtype=jnp.int32)
     return jnp.take_along_axis(order, owner[:, :, None], axis=2)[:, :, 0] - 1, jnp.max(order[:, -1])
 

@@ -35,6 +35,7 @@ class InputFeed(NamedTuple):
     ) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
         """Return layouts and global shapes for parts of up to `max_rows` rows of this shape."""
         max_rows += halo_of(self.overlap)
+        # Neighbours travel with the rows of each part, so every layout but a whole array has room for them.
         front = {
             "rows": (group._rows_sent(max_rows),),
             "stacked": (group.size, self.size or max_rows),
@@ -49,7 +50,6 @@ SENT = InputFeed()
 
 
 def index_shape(kind: IndexKind, max_rows: int, replicas: int) -> jax.ShapeDtypeStruct:
-    """Return the global shape of an array that picks rows on each replica."""
     return jax.ShapeDtypeStruct((replicas,) if kind == "slice" else (replicas, max_rows), np.int32)
 
 

@@ -21,15 +21,13 @@ _lock = threading.RLock()
 
 
 def acquire(count: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return uninitialised memory for some arrays of one shape, stacked. Large memory is used again later.
-
-    JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. JAX holds a reference as
-    long, and only memory to which nothing refers is used again. Where they are large, each of the arrays is aligned.
-    """
+    """Return uninitialised memory for some arrays of one shape, stacked. Large memory is used again later."""
     size = prod(shape) * dtype.itemsize
     step = -(-size // ALIGNMENT) * ALIGNMENT
     if count * step < SMALL:
         return np.empty((count, *shape), dtype)
+    # JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. It holds a reference as long,
+    # and only memory to which nothing refers is used again. A step of whole alignments lets each array begin aligned.
     return _lend(count * step).reshape(count, step)[:, :size].view(dtype).reshape(count, *shape)
 
 
@@ -66,6 +64,7 @@ def _give(memory: np.ndarray) -> None:
     global _kept
     size = len(memory)
     with _lock:
+        # All at once: nothing tells which sizes are asked for again.
         if _kept + size > LIMIT:
             _free.clear()
             _kept = 0

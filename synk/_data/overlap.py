@@ -67,7 +67,6 @@ class Overlap:
 
 
 def halo_of(overlap: Overlap | None) -> int:
-    """Return how many rows a part sees in addition to its own."""
     return 0 if overlap is None else overlap.before + overlap.after
 
 
@@ -75,6 +74,7 @@ def halo_of(overlap: Overlap | None) -> int:
 def with_neighbours(rows: int, overlap: Overlap) -> np.ndarray:
     """Return the numbers of all rows, and of the rows beyond both ends. Rows that are filled have any number."""
     numbers = np.pad(np.arange(rows), (overlap.before, overlap.after), _MODES[overlap.edge])
+    # The cache hands the same array to all callers.
     numbers.flags.writeable = False
     return numbers
 
@@ -89,14 +89,7 @@ def widened(parts: PartRows, overlap: Overlap | None) -> PartRows:
 
 
 def fill_beyond(rows: jax.Array, overlap: Overlap | None, first_row: Any, total: Any) -> jax.Array:
-    """Fill the rows of a part that lie beyond the ends of the selection.
-
-    Args:
-      rows: the rows that the part sees.
-      overlap: its neighbours.
-      first_row: the number of its own first row.
-      total: the number of rows in all.
-    """
+    """Fill the rows of a part that lie beyond the ends of the selection; `first_row` is the first of its own."""
     if overlap is None or overlap.edge != "fill":
         return rows
     number = first_row - overlap.before + jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -143,23 +136,15 @@ def _halos(rows: int, size: int, overlap: Overlap) -> tuple[np.ndarray, list[_Me
 
 
 def with_halos(array: jax.Array, rows: int, size: int, overlap: Overlap) -> jax.Array:
-    """Put a replica's rows between their neighbours, by one permutation for each distance that rows come from.
-
-    Args:
-      array: the replica's rows, filled up to as many as the first replica has.
-      rows: the number of rows of all replicas.
-      size: the number of replicas.
-      overlap: the neighbours.
-
-    Returns:
-      The rows before, the replica's rows, and the rows after, which follow its last real row.
-    """
+    """Put a replica's rows between their neighbours. Those after follow the last row that is no filler."""
     (lengths, messages), rank = _halos(rows, size, overlap), lax.axis_index(replica_axis())
     # One place more takes the rows that are dropped.
     halo = jnp.zeros((halo_of(overlap) + 1, *array.shape[1:]), array.dtype)
     for shift, send, put in messages:
         rows_sent = array.at[jnp.asarray(send)[rank]].get(mode="promise_in_bounds")
         pairs = [(owner, (owner + shift) % size) for owner in range(size)]
+        # One permutation for each distance that rows come from: on a ring of replicas that hold more rows than a halo
+        # there are two.
         received = lax.ppermute(rows_sent, replica_axis(), pairs) if shift else rows_sent
         halo = halo.at[jnp.asarray(put)[rank]].set(received)
     before, after = halo[: overlap.before], halo[overlap.before : -1]

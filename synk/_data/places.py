@@ -62,7 +62,6 @@ class Place:
     choose_feed: Callable[[Group, int, bool, Picks], tuple[InputFeed, bool] | None]
 
     def abstract(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of what `bring` returns for rows of this shape."""
         if self.layout == "replicated":
             return jax.ShapeDtypeStruct(shape, dtype)
         return jax.ShapeDtypeStruct((group.size, -(-shape[0] // group.size), *shape[1:]), dtype)
@@ -87,16 +86,18 @@ class ReplicaRows:
         if self._at is None:
             return
         group, stacked = self._at
+        # All processes take part in the reads below. A process that reads alone would wait in a collective for the
+        # others.
         group._peers.agree(f"a read of rows on the replicas, {self.dtype}{list(self.shape)}", "")
         parts = enumerate(split_rows(self.shape[0], group.size))
         self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
+        # A write to the copy would not reach the rows on the replicas.
         self._host.flags.writeable = False
         # The `Data` alone decides how long the rows stay on the devices.
         self._at = None
 
 
 def replicate_rows(group: Group, source: HostSource, rows: int, dtype: np.dtype) -> jax.Array:
-    """Send the first rows of a source to every replica."""
     buffer = fresh((rows, *source.shape[1:]), dtype)
     copy_rows(source, None, [Copy(buffer, 0)])
     # CPU devices may share the buffer, to which nobody else writes.
@@ -104,7 +105,6 @@ def replicate_rows(group: Group, source: HostSource, rows: int, dtype: np.dtype)
 
 
 def scatter_rows(group: Group, source: HostSource, rows: int, dtype: np.dtype) -> jax.Array:
-    """Send each replica its part of the first rows."""
     parts, ranks = split_rows(rows, group.size), group._local_ranks
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
     starts, counts = [parts[rank].start for rank in ranks], [parts[rank].rows for rank in ranks]

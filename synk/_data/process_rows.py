@@ -67,15 +67,10 @@ def local(value: Any) -> ProcessLocalRows:
 
 
 def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tuple[int, ...]:
-    """Return the number of rows of each replica, where each process deals its rows out over its replicas.
-
-    Args:
-      group: the replicas. All processes call this together.
-      rows: the rows of this process; None if it cannot make its call. Then all others raise.
-      name: the function's name in messages.
-      what: describes the call, on which processes must agree.
-    """
+    """Return the rows of each replica; `rows` are those of this process, None if it cannot make its call."""
     # Entries of other processes are not sent.
+    # All processes call this together, one that must raise too: else the other processes would wait for its rows.
+    # Beside its rows each process sends a checksum of `what`, by which all notice a call that differs.
     entries = np.zeros((group.size, 2), np.int32)
     parts = split_rows(rows or 0, len(group._local_ranks))
     entries[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in parts]
@@ -104,8 +99,10 @@ def rows_of_processes(group: Group, source: HostSource) -> np.ndarray:
     """Copy the rows of all processes to each of them, in the order of their replicas."""
     host = gather_rows(source, Selection(None, 0, source.shape[0]), source.dtype)
     counts = multihost_utils.process_allgather(np.array([len(host)]))[:, 0]
+    # All processes give one shape to the gather, so shorter ones are padded.
     filled = np.zeros((int(counts.max()), *host.shape[1:]), host.dtype)
     filled[: len(host)] = host
+    # As bytes: process_allgather would narrow 64 bits where JAX has those switched off.
     together = multihost_utils.process_allgather(filled.view(np.uint8))
     order = dict.fromkeys(device.process_index for device in group.devices)
     return np.concatenate([together[i].view(host.dtype)[: counts[i]] for i in order])

@@ -51,6 +51,7 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
     refuse_rbg(str(key_of(key) or config.jax_default_prng_impl), "synk.row_keys")
     numbers = own_row_numbers("row_keys") if rows is None else jnp.arange(_checked(rows))
     fold_in = jax.vmap(jax.random.fold_in, (None, 0)) if numbers.ndim else jax.random.fold_in
+    # fold_in takes unsigned numbers of 32 bits.
     return fold_in(key, numbers.astype(jnp.uint32))
 
 
@@ -66,10 +67,8 @@ def _checked(rows: Any) -> int:
 
 
 def refuse_rbg(generator: str, call: str) -> None:
-    """Raise ValueError for generators whose draws under `jax.vmap` depend on the other keys.
-
-    See the table of generators in https://docs.jax.dev/en/latest/jax.random.html.
-    """
+    """Raise ValueError for generators whose draws under `jax.vmap` depend on the other keys."""
+    # See the table of generators in https://docs.jax.dev/en/latest/jax.random.html.
     if generator in ("rbg", "unsafe_rbg"):
         raise ValueError(
             f"{call}: what an {generator} key draws under jax.vmap depends on the other rows, and so on replicas and "

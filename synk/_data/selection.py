@@ -26,13 +26,11 @@ class Selection(NamedTuple):
         return np.arange(self.start + start, self.start + stop) if self.indexes is None else self.indexes[start:stop]
 
     def with_copied_indexes(self) -> "Selection":
-        """Copy the indexes, whose array the user may change."""
+        # The indexes may be the user's own array, which a loop writes anew for its next batch.
         return self if self.indexes is None else self._replace(indexes=self.indexes.copy())
 
 
 class ReplicaSelection(NamedTuple):
-    """Rows to take on each replica: how many it holds, its selection, and how many it takes."""
-
     held: tuple[int, ...]
     chosen: tuple[Selection, ...]
     lengths: tuple[int, ...]
@@ -110,6 +108,7 @@ def _from_0_on(index: np.ndarray, rows: int, what: str, name: str) -> np.ndarray
 def selection_of(index: np.ndarray) -> Selection:
     """Return a selection of rows. Consecutive rows need no index."""
     count = len(index)
+    # Consecutive rows are one copy on the host, and a slice in programs. The ends tell most others apart at once.
     if count and index[-1] - index[0] == count - 1 and (count == 1 or (np.diff(index) == 1).all()):
         return Selection(None, int(index[0]), count)
     return Selection(index, 0, count)
@@ -159,5 +158,6 @@ def index_kind(batch: Any) -> IndexKind:
 def merge_replicas(local: ReplicaSelection) -> Selection:
     """Return the same rows as a selection of all replicas' rows, one replica after another."""
     base = np.cumsum([0, *local.held])
+    # One replica after another, as rows of all replicas are numbered.
     index = np.concatenate([s.positions(0, s.rows) + b for s, b in zip(local.chosen, base, strict=False)])
     return selection_of(index)

@@ -37,10 +37,7 @@ AT_ONCE = 1 << 28
 
 
 class Reader:
-    """A source that gives rows by position when it is indexed (h5py, zarr), and is read in parts, never whole.
-
-    Rows are checked when they come. NumPy would convert, unmask or repeat them to fit a buffer.
-    """
+    """A source that gives rows by position when it is indexed (h5py, zarr), and is read in parts, never whole."""
 
     def __init__(self, of: Any, what: str) -> None:
         self.of, self.what = of, what
@@ -55,6 +52,7 @@ class Reader:
         return np.asarray(self[:], dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
+        # Rows are checked when they come: NumPy would convert, unmask or repeat wrong ones to fit a buffer.
         wanted = len(range(len(self))[index]) if isinstance(index, slice) else None
         rows = self.of[index]
         has_dtype, rows = hasattr(rows, "dtype"), np.asanyarray(rows)
@@ -78,11 +76,9 @@ class Reader:
         self.of[index] = rows
 
     def find(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read rows that hold those of the indexes, and return them with the positions of these.
-
-        Files want increasing indexes without repetitions:
-        https://docs.h5py.org/en/stable/high/dataset.html#fancy-indexing
-        """
+        """Read rows that hold those of the indexes, and return them with the positions of these."""
+        # Files want increasing indexes without repetitions:
+        # https://docs.h5py.org/en/stable/high/dataset.html#fancy-indexing
         unique, inverse = np.unique(index, return_inverse=True)
         first, stop = int(unique[0]), int(unique[-1]) + 1
         # A run of rows reads faster than single ones.
@@ -154,7 +150,6 @@ def as_rows(value: Any, name: str) -> Source:
 
 
 def as_number_dtype(dtype: Any, name: str) -> np.dtype:
-    """Check a dtype that a user asks for."""
     try:
         asked = np.dtype(dtype)
     except TypeError:
@@ -165,7 +160,7 @@ def as_number_dtype(dtype: Any, name: str) -> np.dtype:
 
 
 def is_in_memory(source: Source) -> bool:
-    """Check for a NumPy array that is not memory-mapped from a file."""
+    # A view of a mapped file is a plain ndarray. Only the end of the chain of its bases tells.
     base: Any = source
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
@@ -199,7 +194,6 @@ class Copy(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the end of the rows."""
         return self.start + len(self.buffer)
 
 
@@ -233,6 +227,7 @@ def copy_rows(source: HostSource, indexes: np.ndarray | None, copies: Sequence[C
     try:
         _copy_all(source, indexes, pieces)
     finally:
+        # After an error, too, no thread may write to a buffer that its owner has let go.
         begun = [future for future in futures if not future.cancel()]
         wait(begun)
     for future in begun:
@@ -263,6 +258,7 @@ def _pieces(copy: Copy, size: int) -> list[Copy]:
 def _read(source: Reader, indexes: np.ndarray | None, copies: Sequence[Copy]) -> None:
     """Fill buffers from a file. Read each row once: a file unpacks a whole chunk for any of its rows."""
     if indexes is not None:
+        # One read for all copies: a file unpacks a whole chunk for any of its rows.
         rows, at = source.find(np.concatenate([indexes[copy.start : copy.stop] for copy in copies]))
         for copy in copies:
             own, at = at[: len(copy.buffer)], at[len(copy.buffer) :]
@@ -290,7 +286,6 @@ def _runs(copies: Sequence[Copy]) -> list[list[Copy]]:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

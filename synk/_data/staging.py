@@ -49,7 +49,6 @@ class StagingBuffer:
         self._sent: Any = None
 
     def send(self) -> jax.Array:
-        """Start the transfer of the memory to the device."""
         self._sent = jax.device_put(self._array, SingleDeviceSharding(self.device))
         return self._sent
 

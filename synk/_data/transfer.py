@@ -57,13 +57,11 @@ class PartRows(NamedTuple):
 
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
-    """Send each replica its rows of the selection, as one array of layout "rows".
-
-    The result shares no memory with an array of the user's. A `jax.Array` that lies in its place is returned itself.
-    """
+    """Send each replica its rows of the selection, as one array of layout "rows"."""
     if isinstance(group, GroupAsOne):
         home = group._home
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
+    # A `jax.Array` that lies in its place is returned itself. Any other result shares no memory with the user's arrays.
     max_rows, has_one = part_rows.max_rows, group._has_one_device
     is_full = _is_full(group, source, selection, part_rows, dtype)
     is_whole = is_full and _is_whole(source, selection)
@@ -78,6 +76,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             return source if is_placed(group, source, "rows") else cut_rows(group, source)
         host = to_host(group, source)
         if host is None:
+            # No process has all rows, so the program picks them where they lie, and all processes run it.
             group._peers.before_launch("rows picked from an array that lies over the processes")
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             rows = _take(source, index.astype(np.int32))
@@ -101,10 +100,9 @@ def send_rows_of_calls(
     dtype: np.dtype,
     most: int,
 ) -> Any:
-    """Send each replica its rows of several calls, as one array of layout "stacked" with an entry a call on axis 1.
-
-    The array has entries for `most` calls, the last of which may hold anything.
-    """
+    """Send each replica its rows of several calls, as one array of layout "stacked" with an entry a call on axis 1."""
+    # The program has room for `most` calls, so one program serves shorter lists. Entries behind the last call hold
+    # anything, since the program skips them.
     hosts = [everywhere(source) if isinstance(source, jax.Array) else source for source in sources]
     row, has_one = hosts[0].shape[1:], group._has_one_device
 
@@ -118,10 +116,8 @@ def send_rows_of_calls(
 
 
 def _send_filled(group: Group, entry: tuple[int, ...], dtype: np.dtype, fill: Callable[[Any, range], None]) -> Any:
-    """Send each replica an entry of this shape, as one array cut over the replicas on axis 0.
-
-    `fill` fills an array for each device with the entries of the ranks that it is given.
-    """
+    """Send each replica an entry of this shape, as one array cut over the replicas on axis 0."""
+    # `fill` gets an array for each device, and the ranks whose entries go there.
     first, *rest = entry
     size, has_one = group.size, group._has_one_device
     # Replicas on one device share an array; others have one each.
@@ -225,7 +221,6 @@ def _is_picked_by_host(group: Group, source: jax.Array) -> bool:
 
 
 def is_sent_by_host(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> bool:
-    """Check whether `send_rows` sends these rows from the host, where they lie or where it picks them."""
     if isinstance(group, GroupAsOne):
         group, part_rows = group._home, _blocks(part_rows.max_rows, group._home.size)
     if not isinstance(source, jax.Array):
@@ -236,7 +231,6 @@ def is_sent_by_host(group: Group, source: Source, selection: Selection, part_row
 
 
 def _is_full(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> bool:
-    """Check whether every replica has as many rows, in the dtype of the source."""
     return selection.rows == part_rows.max_rows * group.size and source.dtype == dtype
 
 
@@ -252,7 +246,6 @@ def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np
 
 
 def can_go_ahead(group: Group, source: Any) -> bool:
-    """Check whether rows of a source can be sent before their call; rows that lie over processes come by the call."""
     return not (isinstance(source, jax.Array) and group._is_multi_process and not is_everywhere(source))
 
 
@@ -286,10 +279,12 @@ def _place_array(group: Group, source: jax.Array, selection: Selection, dtype: n
             return copied_on_device(sent) if sent is source or group._has_one_device else sent
         if host is not None:
             return gather_rows(host, selection, dtype)
+        # The owner may donate the source before the call runs, so the rows are picked now.
         picked: Any = source[selection.positions(0, selection.rows)]
         return narrowed(picked).astype(dtype)
 
 
 @jax.jit
 def _take(source: jax.Array, index: jax.Array) -> jax.Array:
+    # The host has checked the index. Any other mode would check or clamp in the program.
     return source.at[index].get(mode="promise_in_bounds")

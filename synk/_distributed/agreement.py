@@ -61,6 +61,8 @@ class JaxPeers(Peers):
     def before_launch(self, what: str) -> None:
         if self.ended is not None:
             raise self.ended
+        # The one part of the protocol that costs a round trip a call, so it can be switched off; programs are counted
+        # always.
         if is_checked("calls"):
             self._exchange(what, "")
         self.progress = self.progress[0] + 1, what
@@ -140,6 +142,7 @@ class JaxPeers(Peers):
         self._exchanges += 1
         folder = f"synk/exchange/{self._exchanges}/"
         store.put(f"{folder}{me}", json.dumps([*self.progress, what, value]))
+        # In one order in all processes, so that all raise the same difference.
         published = [json.loads(self._wait(folder, rank, what)) for rank in range(jax.process_count())]
         # All processes have come to this exchange, so they have read the one before.
         store.delete(f"synk/exchange/{self._exchanges - 1}/{me}")
@@ -155,6 +158,8 @@ class JaxPeers(Peers):
         while (value := store.wait(f"{folder}{rank}", PATIENCE)) is None:
             if (end := self.find_end()) is not None:
                 raise end
+            # A process that has launched more programs has passed this exchange, unless its value has come meanwhile:
+            # its heartbeat thread publishes the number apart from the exchange.
             number, other = store.get_all("synk/at/").get(str(rank), "0 ").split(" ", 1)
             if int(number) > self.progress[0] and str(rank) not in store.get_all(folder):
                 me = jax.process_index()
@@ -171,7 +176,6 @@ class JaxPeers(Peers):
         raise self.end(DisagreementError(message))
 
     def find_end(self) -> SynkError | None:
-        """Return the end of the group if another process has failed or ended; else None."""
         try:
             error = failure_notice(store.get_all("synk/ended/") | store.get_all("synk/failed/"))
         except Exception:  # the store lives in process 0
@@ -190,6 +194,7 @@ def publish_failure(why: str) -> None:
 
 def failure_notice(published: Mapping[str, str]) -> SynkError | None:
     """Return the error for what other processes have published of their end, by rank; None if there is nothing."""
+    # The least text, since several processes may have found the difference: all then raise the same.
     if messages := store.get_all("synk/disagreed/"):
         return DisagreementError(min(messages.values()))
     whys = {rank: why for rank, why in published.items() if rank != str(jax.process_index())}
@@ -202,7 +207,6 @@ def _peer_failed(whys: Mapping[str, str]) -> PeerError:
 
 
 def _sides(values: Iterable[str]) -> str:
-    """Say which processes have which value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -211,6 +215,8 @@ def _sides(values: Iterable[str]) -> str:
 
 def _describe(values: Sequence[Any]) -> str:
     """Describe arrays by shapes, dtypes and a checksum, which finds each change within 32 bits in a row."""
+    # CRC-32 finds each change within 32 bits in a row, and is fast. Nobody forges values, so no stronger digest is
+    # needed.
     arrays, checksum = [np.asarray(value) for value in values], 0
     for array in arrays:
         checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, checksum)

@@ -26,6 +26,7 @@ def checked_folder(cache: Any, call: str) -> str | None:
             f"{call}: {name} is {text!r}; give the path of a folder. For a bucket, set JAX_COMPILATION_CACHE_DIR."
         )
     try:
+        # Tried now: JAX would warn at each program and go on without a cache.
         folder = Path(text).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -60,7 +60,6 @@ def initialize(
 
 
 def _number(name: str, value: Any) -> int | None:
-    """Return an argument as an integer, or what the environment says in its place."""
     if value is not None:
         return checked_integer(value, f"synk.init: {name}")
     variable = f"SYNK_{name.upper()}"
@@ -72,6 +71,7 @@ def _number(name: str, value: Any) -> int | None:
 
 def _refuse_helper(coordinator: str | None, process_id: int | None) -> None:
     """Raise SynkError in a helper, such as a loader of data, that imports the program and joins a second time."""
+    # Helpers inherit the environment, and a program that is started by `spawn` runs the module of its parent again.
     joined = os.environ.get("SYNK_JOINED", "").split()
     if joined[:2] == [str(coordinator), str(process_id)] and joined[2] != str(os.getpid()):
         raise SynkError(
@@ -104,6 +104,7 @@ def _prepare_address(coordinator: str, process_id: int | None) -> str | None:
 
 def _check_free(coordinator: str, host: str, port: int) -> None:
     """Raise OSError if process 0 cannot listen at its address: the runtime would crash there."""
+    # The runtime aborts the process where it cannot listen, so a trial socket tells first.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that another run has just left is free
@@ -127,8 +128,10 @@ def _time_limit(what: str, seconds: float) -> Generator[None]:
             file=sys.stderr,
             flush=True,
         )
+        # sys.exit would end this thread alone.
         os._exit(EXIT_NOT_MET)
 
+    # A timer, since Python handles no signal while the runtime waits: Ctrl-C comes after it.
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
@@ -140,6 +143,7 @@ def _time_limit(what: str, seconds: float) -> Generator[None]:
 
 def _compare_counts(num_processes: int, process_id: int) -> None:
     """Raise ValueError if processes count differently: those that process 0 does not count would be missing."""
+    # The runtime of process 0 starts when as many have come as process 0 counts. It would never miss the others.
     put(f"synk/count/{process_id}", str(num_processes))
     for rank in range(num_processes) if process_id == 0 else (0,):
         count = None
@@ -156,15 +160,14 @@ def _compare_counts(num_processes: int, process_id: int) -> None:
 
 
 def is_running() -> bool:
-    """Return whether `jax.distributed` has been started."""
     return _client() is not None
 
 
 def put(key: str, value: str) -> None:
-    """Write a value, over what was there before."""
     _client().key_value_set(key, value, allow_overwrite=True)
 
 
+# The client tells the end of its patience by the status DEADLINE_EXCEEDED, in the text of the error alone.
 def wait(key: str, seconds: float) -> str | None:
     """Read a value as soon as it is written; None if that takes longer."""
     try:
@@ -181,7 +184,6 @@ def get_all(folder: str) -> dict[str, str]:
 
 
 def delete(key: str) -> None:
-    """Remove a value."""
     _client().key_value_delete(key)
 
 

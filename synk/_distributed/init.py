@@ -177,10 +177,8 @@ CURRENT.make_default = init
 
 
 def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | None) -> Group:
-    """Make a group of the devices, or the current group if it has these, the current one.
-
-    The ranks of each process must be consecutive.
-    """
+    """Make a group of the devices, or the current group if it has these, the current one."""
+    # A process hands its rows on as one run, so its ranks must be consecutive.
     process = jax.process_index()
     local = [rank for rank, device in enumerate(devices) if device.process_index == process]
     if not local or local != [*range(local[0], local[-1] + 1)]:
@@ -205,7 +203,6 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
 
 
 def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
-    """Return the devices that the argument of `init` stands for."""
     if devices is None:
         return tuple(jax.devices())
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
@@ -228,6 +225,7 @@ def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
     environment = f"JAX_NUM_CPU_DEVICES={os.environ.get('JAX_NUM_CPU_DEVICES')} {os.environ.get('XLA_FLAGS')}"
     fixed = re.findall(r"(?:JAX_NUM_CPU_DEVICES|host_platform_device_count)=(\d+)", environment)
     chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
+    # The option counts until the backend starts. What the user has set, here or in the environment, stays.
     if not is_distributed and not fixed and chosen == -1:
         with contextlib.suppress(RuntimeError):  # the backend has started
             jax.config.update("jax_num_cpu_devices", n)
@@ -249,14 +247,13 @@ def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
 
 
 def _restart_cpus(n: int) -> bool:
-    """Start JAX's backend anew with n CPU devices, and return whether this can be done.
-
-    Arrays, groups and programs of before live on in the old backend, as long as something holds them.
-    """
+    """Start JAX's backend anew with n CPU devices, and return whether this can be done."""
+    # Tracers, the other processes, and arrays on an accelerator depend on the backend that would go.
     if is_traced() or jax.process_count() > 1 or {*backends()} != {"cpu"}:
         return False
     with LOCK:
         drain()
+        # Arrays, groups and programs of before live on in the old backend, as long as something holds them.
         clear_backends()
         jax.config.update("jax_num_cpu_devices", n)
     return True

@@ -35,7 +35,6 @@ _is_attending = False
 
 
 def attend(exit_hook: bool, shutdown: int) -> None:
-    """Follow the other processes from now on, and leave without hanging."""
     global _is_attending
     if _is_attending or jax.process_count() == 1:
         return
@@ -57,10 +56,8 @@ def _leave_alone(excepthook: Any) -> None:
 
 
 def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
-    """Publish the progress of this process, and end it when another one has failed.
-
-    A program that waits for a dead process inside the runtime never comes back to end itself.
-    """
+    """Publish the progress of this process, and end it when another one has failed."""
+    # A thread, since a program that waits for a dead process inside the runtime never comes back to end itself.
     me, published = jax.process_index(), -1
     while not stop.wait(BEAT):
         try:
@@ -85,6 +82,7 @@ def _at_error(before: Any, kind: type[BaseException], error: BaseException, trac
     gone = PEERS.translate_error(error)
     if gone is None:
         publish_failure(f"{kind.__name__}: {error}")
+    # The user's own hook, or Python's, prints the traceback first: os._exit below runs nothing more.
     before(kind, error, traceback)
     _leave(gone, is_told=gone is None or gone is error, code=130 if kind is KeyboardInterrupt else 1)
 
@@ -105,10 +103,7 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
 
 
 def _wait_until_all_end(limit: int) -> str | None:
-    """Wait until all processes have ended their programs, however long they work. Return why one of them cannot.
-
-    Then only the exit of Python is left. The launcher is told how many seconds that may take at most.
-    """
+    """Wait until all processes have ended their programs, however long they work. Return why one of them cannot."""
     with contextlib.suppress(Exception):  # the store may be gone
         store.put(f"synk/ended/{jax.process_index()}", "it has ended its program")
         while len(store.get_all("synk/ended/")) < jax.process_count():
@@ -119,6 +114,7 @@ def _wait_until_all_end(limit: int) -> str | None:
             for rank, why in store.get_all("synk/failed/").items():
                 return f"process {rank} has failed: {why}"
             sleep(0.02)
+        # Only the exit of Python is left. The launcher is told how many seconds that may take at most.
         if folder := os.environ.get("SYNK_EXITS_FOLDER"):
             with open(f"{folder}/{os.getpid()}", "w") as file:
                 file.write(str(limit))
@@ -136,4 +132,5 @@ def _leave(error: SynkError | None, is_told: bool = True, code: int = 1) -> NoRe
     # The store lives in process 0, and the runtime ends the others without it: first they read why.
     if jax.process_index() == 0:
         sleep(NOTICE_SECONDS)
+    # Python's own end would wait for the runtime, which waits for the other processes.
     os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else code)

@@ -39,6 +39,7 @@ def preempted(step: int) -> bool:
       False
     """
     global _answer
+    # JAX answers each question once, so a second question about a step must not reach it.
     if step != _answer[0]:
         _answer = step, is_told_to_stop()
     return _answer[1]
@@ -53,7 +54,6 @@ def is_told_to_stop() -> bool:
 
 
 def questions_asked() -> int:
-    """Return how many questions this process has asked."""
     return _questions
 
 
@@ -76,6 +76,7 @@ def _is_over() -> bool:
             raise SynkError(f"synk.preempted: {error} Leave jax_enable_preemption_service on.") from error
     if _terminated is None and threading.current_thread() is threading.main_thread():
         _terminated = False
+        # Python lets only the main thread set a handler.
         _before = signal.signal(signal.SIGTERM, _note)
     return bool(_terminated)
 

@@ -40,7 +40,6 @@ _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that li
 
 
 def explain(ready: ReadyCall, bound: BoundArguments, plans: PlanCache, was_compiled: bool) -> Explanation:
-    """Make the report of a call that is planned and compiled, and not run."""
     plan, group = ready.plan, ready.group
     programs = (*_exchanges(ready), *_programs(ready))
     inputs, variables = tuple(_inputs(ready, bound)), tuple(_variables(plan))
@@ -103,7 +102,6 @@ def _launches(ready: ReadyCall) -> list[PartRows]:
 
 
 def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
-    """Yield a report of each program by which replicas exchange the rows of a batch, in the order in which they run."""
     names, group = ready.call.arguments.scattered_names, ready.group
     # Variables, data, and rows that an earlier exchange has brought are in memory meanwhile.
     resident = variable_bytes(ready.plan, group) + data_beside(ready.rows, group)
@@ -111,9 +109,12 @@ def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
         source = ready.rows.sources[i]
         memory = sizes_of(program)._replace(resident=resident - bytes_on_device(source, group))
         yield _program(f"exchange of {names[i]}", program, 1, memory)
+        # The rows that came wait in memory while the next exchange runs.
         resident += memory.results or 0
 
 
+# The first launch of a call with slices begins the sums, one for each slice adds to them, and the last one combines the
+# replicas.
 def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
     """Describe the programs that run the function, in the order in which they are launched first."""
     plan = ready.plan
@@ -134,6 +135,7 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
     """Describe a program from its compiled text and its memory."""
     # Threads of a CPU run instructions as soon as their operands are there, whatever the order of the text.
     collectives = read_collectives(program.compiled.as_text() or "", program.group.platform != "cpu")
+    # One collective of which nobody knows leaves the sum unknown.
     knows = all(collective.behind is not None for collective in collectives)
     sent = [(collective.operand_bytes * (collective.times or 1), collective.behind) for collective in collectives]
     return ProgramReport(
@@ -150,7 +152,6 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
 
 
 def _inputs(ready: ReadyCall, bound: BoundArguments) -> Iterator[InputReport]:
-    """Describe the arguments: scattered ones first."""
     spec, rows, group = ready.call.arguments, ready.rows, ready.group
     for i, name in enumerate(spec.scattered_names):
         how, sent = _way(ready, i)
@@ -164,7 +165,6 @@ def _inputs(ready: ReadyCall, bound: BoundArguments) -> Iterator[InputReport]:
 
 
 def _is_sent(group: Group, leaf: Any) -> bool:
-    """Check whether the host sends a broadcast argument in each call."""
     if isinstance(leaf, Data):
         return leaf._home.layout != "replicated"
     return not isinstance(leaf, jax.Array) or (group._is_multi_process and not is_placed(group, leaf, "replicated"))
@@ -219,6 +219,7 @@ def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableRepor
     moved += sum(leaf.size * leaf.dtype.itemsize for leaf in ready.broadcast)
     # Calls with `batch_s` read only some of the rows that variables hold.
     held = {variable.name for variable in ready.plan.held}
+    # A variable that is written travels to its device's memory and back.
     moved += sum(report.bytes * (1 + report.is_written) for report in variables if report.name not in held)
     return max(flops / device.flops, moved / device.bandwidth)
 
@@ -237,11 +238,13 @@ def measure(prepare: Callable[[], ReadyCall], calls: int) -> Measured:
     travels = sorted(name for name, kind in kinds.items() if kind)
     devices = ready.group.mesh.devices.ravel()
     mine = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+    # One table for all processes, with zeros in the rows of others, so that a gather and a sum fill it everywhere.
     table = np.zeros((len(devices), calls, 6 + 2 * len(travels)))
     table[mine, :, 0], sending = np.array(times)[:, [0, 2]].T
     table[mine, :, 1:] = split(profile, list(devices[mine]), (travels, kinds.keys() - travels), sending)
     if ready.group._is_multi_process:
         table = multihost_utils.process_allgather(table).sum(0)
+    # The median call as a whole: medians of its parts would not add up to its time.
     step = int(table[..., 0].mean(0).argsort()[(calls - 1) // 2])
     lines, waited = spent(table[:, step, 1:], mine, [kinds[name] for name in travels])
     last = int(waited.argmin())
@@ -269,12 +272,14 @@ class Rehearsal(NamedTuple):
 def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
     """Run a call on copies of its variables, and wait for it; change nothing."""
     ready = prepare()
+    # The call may donate what it reads, so it gets copies.
     states, stats = copied_states(ready), ready.function.stats
     # A process that copies for longer is no slow one.
     ready.group._peers.agree("the start of a call that is timed", "")
     sending, start = stats.sending, perf_counter()
     # JAX returns before the devices are done, so both moments are told.
     with TraceAnnotation(CALL):
+        # Prepared again inside the mark, since a real call prepares itself too.
         outcome = evaluate(prepare(), states.__getitem__)
     host = perf_counter() - start
     with TraceAnnotation(END):
@@ -283,7 +288,6 @@ def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
 
 
 def copied_states(ready: ReadyCall) -> dict[Shared, VariableState]:
-    """Copy the states of the variables that a call touches, since it may overwrite them."""
     states = {variable: _copied(ready.state(variable), ready.group) for variable in ready.plan.accepts}
     jax.block_until_ready([state.leaves for state in states.values()])
     return states

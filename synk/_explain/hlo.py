@@ -34,8 +34,6 @@ _LIBRARIES = re.compile(r"cublas|cudnn|gemm|matmul|conv|dot|fmha|attention", re.
 
 
 class _Instruction(NamedTuple):
-    """An instruction of a program's text; `rest` has its operands and attributes."""
-
     name: str
     shape: str
     opcode: str
@@ -80,11 +78,10 @@ class Collective:
 
 
 def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
-    """Read the collectives of a compiled program.
-
-    `is_in_order` says that devices run instructions in the order of the text. Accelerators do; CPU threads do not.
-    """
+    """Read the collectives of a compiled program."""
     program = _Program(text)
+    # The order of the text is the order in time on accelerators, if XLA has scheduled the program, and never on the
+    # threads of a CPU.
     knows = is_in_order and "is_scheduled=true" in text[: text.find("\n") + 1]
     return tuple(program.collectives(program.entry, knows))
 
@@ -112,6 +109,7 @@ def whole_operations(text: str, rows: int, devices: int) -> dict[str, int | None
     for step in [step for steps in program.computations.values() for step in steps if step.opcode in _LONG]:
         operands = [_dims(program.shapes.get(operand, "")) for operand in step.operands]
         dims = {*chain(_dims(step.shape), *operands)}
+        # XLA cuts rows to one n-th, rounded up. An operation that has both lengths is divided.
         if rows not in dims or most in dims:
             continue
         named = re.search(r'op_name="([^"]*)"', step.rest)
@@ -175,14 +173,9 @@ class _Program:
         self._heavy: dict[str, bool] = {}
 
     def collectives(self, name: str, knows: bool, times: int | None = 1, goes_on: bool = False) -> Iterator[Collective]:
-        """Yield the collectives of a computation and of those that it calls, in the order of the text.
-
-        Args:
-          name: the computation.
-          knows: whether its order is the order in time.
-          times: how often it runs; None: nobody knows.
-          goes_on: whether a convolution or matrix product is left to run after it.
-        """
+        """Yield the collectives of a computation and of those that it calls, in the order of the text."""
+        # `knows` says that the order of the text is that in time; `times` is None where nobody knows how often the
+        # computation runs; `goes_on` says that a convolution or matrix product is left to run after it.
         steps = [step for step in self.computations.get(name, ()) if step.opcode not in _FREE]
         # What stands between the start of a collective and its end runs while it travels.
         heavy = [i for i, step in enumerate(steps) if self._is_heavy(step)] if knows else []

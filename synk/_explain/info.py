@@ -22,6 +22,7 @@ _SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "NCCL_", "SYNK_")
 class Text(str):
     """Text that a cell of a notebook shows as `print` would."""
 
+    # A notebook shows the repr of a cell's value, where a plain str would show its line ends as \n.
     __repr__ = str.__str__
 
 
@@ -46,7 +47,6 @@ def info() -> str:
 
 
 def machine(devices: Sequence[Device]) -> dict[str, str]:
-    """Describe what programs on some devices run on: versions, the kind of device and its memory."""
     packages = [f"{name} {_version(name)}" for name in _PACKAGES if _version(name)]
     facts = {
         "synk": f"{_version('synk-jax') or UNKNOWN}, Python {platform.python_version()}, {platform.platform()}",
@@ -70,7 +70,6 @@ def machine(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def settings() -> str:
-    """Name the environment variables that matter."""
     found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
     return ", ".join(found) or "none"
 
@@ -130,5 +129,6 @@ def _device_troubles(devices: Sequence[Device]) -> Iterator[str]:
     if count > cores:
         yield f"{count} CPU devices share {cores} cores: right answers, but no speed to be measured."
     flags = os.environ.get("XLA_FLAGS", "")
+    # XLA's flag is the older way to the same setting.
     if "xla_force_host_platform_device_count" in flags and "JAX_NUM_CPU_DEVICES" in os.environ:
         yield "XLA_FLAGS and JAX_NUM_CPU_DEVICES both say how many CPU devices there are: keep the second."

@@ -29,7 +29,6 @@ _WIDTH, _GROWN, _LETTER, _LINE = 360, 560, 5.5, 16
 
 
 def text(tree: Tree) -> str:
-    """Write a tree as lines of names and values, and as tables."""
     lines: list[str] = []
     for title, heads, rows in _tables(tree):
         lines += ["", title] if title else []
@@ -46,7 +45,6 @@ def text(tree: Tree) -> str:
 
 
 def page(title: str, tree: Tree, drawing: str) -> str:
-    """Write a tree as a page of HTML with a drawing, which loads nothing."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'

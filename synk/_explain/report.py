@@ -224,7 +224,6 @@ class Explanation:
         Path(path).write_text(page(f"A call of {self.function}", asdict(self), self._drawing()), encoding="utf-8")
 
     def _drawing(self) -> str:
-        """Draw the memory and the collectives of each program."""
         memory: list[Bar] = [
             (program.role, list(_memory_parts(program)), size_text(program.total_bytes))
             for program in self.programs

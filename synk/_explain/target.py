@@ -42,7 +42,6 @@ class _Gpu(NamedTuple):
 
     @property
     def config(self) -> str:
-        """Return the data as a text-format proto."""
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -166,6 +165,7 @@ def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
             f"synk.target: {replicas} {device} in {hosts} hosts were asked for; give {counts} "
             f"replicas and hosts=1: a slice spans its hosts by itself."
         )
+    # JAX looks for its plugins when a topology or a device is first asked for, and never again.
     with _environment(**_PLUGINS):
         try:
             topology: Any = topologies.get_topology_desc(**options)

@@ -29,23 +29,15 @@ def profile_of(act: Callable[[], None]) -> Any:
 
 
 def split(profile: Any, devices: Sequence[Device], names: Sequence[Collection[str]], sending: np.ndarray) -> np.ndarray:
-    """Split the seconds of each call on each device.
-
-    Args:
-      profile: what `profile_of` returned.
-      devices: the devices of this process.
-      names: the names of the collectives, and those of the instructions that only run others.
-      sending: the seconds of each call in which Python picks rows and starts to send them.
-
-    Returns:
-      An array of shape (devices, calls, 5 + 2 * collectives): seconds of each of `_LINES`, then of each collective
-      while nothing computes, and while something does.
-    """
+    """Split the seconds of each call on each device: (devices, calls, 5 + 2 * collectives)."""
+    # The columns: seconds of each of `_LINES`, then of each collective while nothing computes, and while something
+    # does. `names` are the collectives, and the instructions that only run others, whose time is that of what they run.
     last = 1 + len(names[0])
     marks, work = _read(profile, dict.fromkeys(names[1], last) | {name: i for i, name in enumerate(names[0], 1)}, last)
     table = np.zeros((len(devices), len(sending), 3 + 2 * last))
     for i, ((start, back), (_, end)) in enumerate(zip(marks[::2], marks[1::2], strict=True)):
         spans = [[span for span in work.get(_place(d), ()) if span[1] < end and span[2] > start] for d in devices]
+        # While another device computes, an idle device waits for it.
         others = [(last + 1, *span[1:]) for span in chain(*spans) if span[0] == 0]
         for j, own in enumerate(spans):
             # Python keeps a device waiting only before its last operation.
@@ -60,7 +52,6 @@ def split(profile: Any, devices: Sequence[Device], names: Sequence[Collection[st
 
 
 def _place(device: Device) -> Any:
-    """Return by what a profile names a device: a number on CPUs, the plane of its events elsewhere."""
     return device.id if device.platform == "cpu" else f"/device:{device.platform.upper()}:{device.local_hardware_id}"
 
 
@@ -81,36 +72,27 @@ def _read(profile: Any, ranks: Mapping[str, int], last: int) -> tuple[list[Any],
 
 
 def _shares(spans: np.ndarray, last: int, start: float, end: float) -> np.ndarray:
-    """Split the time between `start` and `end`; at each moment the span of the least rank counts.
-
-    Ranks are 0 for computing, one for each collective, `last` for instructions that only run others, and then the
-    lines after computing: others compute, copies from the host, Python, and all the time.
-    """
+    """Split the time between `start` and `end`; at each moment the span of the least rank counts."""
+    # Ranks are 0 for computing, one for each collective, `last` for instructions that only run others, and then the
+    # lines after computing: others compute, copies from the host, Python, and all the time.
     ranks, (starts, ends) = spans[:, 0].astype(int), spans[:, 1:].clip(start, end).T
     edges = np.unique((starts, ends))
+    # +1 where a span begins and -1 where it ends: the running sum counts the spans of a rank that are active between
+    # edges.
     begun = np.zeros((last + 5, len(edges)), int)
     np.add.at(begun, (ranks, np.searchsorted(edges, starts)), 1)
     np.add.at(begun, (ranks, np.searchsorted(edges, ends)), -1)
     is_active, lengths = begun.cumsum(1)[:, :-1] > 0, np.diff(edges)
+    # argmax gives the first rank that is active. The last one, all the time, always is.
     seconds = np.bincount(is_active.argmax(0), lengths, last + 5)
     hidden = (is_active[1:last] & is_active[0]) @ lengths
     return np.concatenate([[seconds[0] + seconds[last]], seconds[last + 1 :], seconds[1:last], hidden])
 
 
 def spent(table: np.ndarray, mine: Sequence[int], travels: Sequence[str]) -> tuple[tuple[Spent, ...], np.ndarray]:
-    """Describe where the time of a call went.
-
-    A collective ends on all devices together. The device that comes last spends the least time in it, and the others
-    have waited for as long as they spend more.
-
-    Args:
-      table: of all devices, as `split` returns it for one call.
-      mine: the devices of this process.
-      travels: the kind of each collective.
-
-    Returns:
-      The lines of this process, and how long each device has waited for others.
-    """
+    """Describe where the time of a call went, in this process, and how long each device has waited for others."""
+    # A collective ends on all devices together. The device that comes last spends the least time in it, and the others
+    # have waited for as long as they spend more.
     exposed, hidden = np.split(table[:, 5:], 2, axis=1)
     least, behind, names = exposed.min(0), hidden[mine].mean(0), np.array(travels)
     waited = table[:, 1] + (exposed - least).sum(1)

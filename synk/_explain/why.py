@@ -22,6 +22,7 @@ _ABSENT = "absent"
 
 def why_compiled(compiled: Sequence[Compiled], plan: CallPlan) -> list[str]:
     """Say what made a plan necessary, from the plans that were compiled, oldest first."""
+    # Plans are held weakly there: a plan that is gone from the cache must not live on for a report.
     number = next((i for i, (kept, *_) in enumerate(compiled) if kept() is plan), None)
     if number is None:
         return ["it was compiled long ago"]
@@ -34,8 +35,8 @@ def why_compiled(compiled: Sequence[Compiled], plan: CallPlan) -> list[str]:
 
 
 def _differences(old: dict[Any, str], new: dict[Any, str]) -> list[str]:
-    """List the parts that differ. The tree of arguments is named only where nothing else differs."""
     changed = [part for part in {**new, **old} if new.get(part, _ABSENT) != old.get(part, _ABSENT)]
+    # Another argument may change the tree of arguments too, so the tree is named only where nothing else differs.
     named = [part for part in changed if part != "arguments"] or changed
     return [
         f"{getattr(part, 'name', part)}: {_short(new.get(part, _ABSENT))}, was {_short(old.get(part, _ABSENT))}"
@@ -44,12 +45,11 @@ def _differences(old: dict[Any, str], new: dict[Any, str]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """Cut what would fill a screen, such as the shapes of a model."""
+    # The shapes of a model would fill a screen.
     return shorten(text, 160, placeholder=" ...")
 
 
 def _parts(compiled: Compiled) -> dict[Any, str]:
-    """Describe all that a plan depends on, by the names of options and arguments, and by variable."""
     _, group, call, states = compiled
     spec = call.arguments
     broadcast = [spec.names[place] for place in spec.broadcast]

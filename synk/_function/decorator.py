@@ -117,6 +117,7 @@ def function(
       [-1.  0.  1.]
     """
 
+    # Options are checked when the function is made: an error at the first call would show another line of the user's.
     def make(fn: Callable[..., PyTree]) -> Function:
         if not callable(fn):
             raise TypeError(f"synk.function: fn is {shown(fn)}; give a function of arrays.")
@@ -146,6 +147,7 @@ def function(
 
 def _check_first_call(*call: Any) -> None:
     if is_checked("law"):
+        # Imported where it is asked for, so that `import synk` is quick.
         from .._check.check import check_first_call
 
         check_first_call(*call)
@@ -156,6 +158,7 @@ def _checked_ops(ops: PyTree, name: str, engine: EngineName, wire: PyTree, block
     checked = check_ops(ops, name)
     named = [repr(op.name) for op in jax.tree.leaves(checked) if op.name in ("scatter", "stack", "callable")]
     asked = [*named, *["wire"] * bool(jax.tree.leaves(wire)), *["blocks"] * (blocks is not None)]
+    # There is one part, of all rows, so an op or a format that is about parts has nothing to do.
     if engine == "jit" and asked:
         raise ValueError(
             f'{name}: engine="jit" runs all rows as one part, so it does not go with {asked[0]}. Use "concat" for an '
@@ -165,7 +168,6 @@ def _checked_ops(ops: PyTree, name: str, engine: EngineName, wire: PyTree, block
 
 
 def checked_axis(axis_name: Any, name: str) -> str:
-    """Check the name of the replicas' axis."""
     if not isinstance(axis_name, str) or not axis_name:
         raise TypeError(f'{name}: axis_name is {shown(axis_name)}; give a string, such as "batch".')
     return axis_name
@@ -181,7 +183,6 @@ def _checked_blocks(blocks: Any, wire: PyTree, name: str) -> int | None:
 
 
 def checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:
-    """Return options of the compiler as they are kept."""
     if options is None:
         return ()
     if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
@@ -193,4 +194,5 @@ def checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:
         raise TypeError(
             f"{name}: compiler_options[{wrong[0]!r}] is {options[wrong[0]]!r}; give a string, a boolean or a number."
         )
+    # A tuple, since the options are in the key of a plan.
     return tuple(options.items())

@@ -62,11 +62,13 @@ class Function:
     def __init__(self, spec: FunctionSpec, binder: ArgumentBinder) -> None:
         self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
         self._spec, self._binder = spec, binder
+        # Probes of blame have plans of their own: they would push the plans of the user's calls out of the cache.
         self._plans, self._probe_plans = PlanCache(), PlanCache()
         # The newest loop in each order of rows.
         self._orders: dict[Minibatches, Loop] = {}
         # Told how many calls of a loop have run, it returns how many may run now before something else must.
         self._pace: Callable[[int], int] = lambda ran: sys.maxsize
+        # Without the attributes of `fn`, which would cover members of this class.
         update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
@@ -78,11 +80,13 @@ class Function:
         """Return the function itself, as Python does for its functions."""
         return self
 
+    # Programs are kept by the function's identity. A copy would compile anew, and its variables are not copied with it.
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         return self
 
     def __reduce__(self) -> str:
         """Pickle by name, as Python does for its functions."""
+        # Another process finds the function by importing its module, so its name must lead to this very object.
         path = getattr(self.fn, "__qualname__", self.name)
         if reduce(lambda at, name: getattr(at, name, None), path.split("."), sys.modules.get(self.__module__)) is self:
             return path
@@ -100,6 +104,7 @@ class Function:
         )
 
     def __getattr__(self, member: str) -> Any:
+        # Python comes here only for a name that is missing, so it costs calls nothing.
         raise AttributeError(f"a synk function has no {member!r}{instead_of(member)}")
 
     @public_api
@@ -177,17 +182,19 @@ class Function:
           MemoryError: memory does not do.
         """
         options = CallOptions(batch, batch_s, num_slices, output_subset)
+        # A batch may begin a loop of the user's own, in whose order an earlier loop has trained.
         if batch is not None:
             self._note_order(batch)
         bound = self._bind(args, kwargs, options)
+        # A tracer may come from an outer trace that is not the current one, as under jax.ensure_compile_time_eval.
         if is_traced() or any(map(is_tracer_type, map(type, bound.leaves))):
             return compose(self._site_in(current_group()), bound, options)
         return self._launch(bound, options)
 
     def _launch(self, bound: BoundArguments, options: CallOptions) -> PyTree:
-        """Start one call."""
         site = self._site()
         with LOCK:
+            # "auto" tries the call in 1, 2, 4... slices. With blocks slices change nothing, so one try is enough.
             run: Callable[[ReadyCall], PyTree] = execute
             if options.num_slices == AUTO and self._spec.blocks is None:
                 run = partial(execute_fitting, prepare=partial(prepare, site, bound, options))
@@ -199,7 +206,6 @@ class Function:
             return result
 
     def _not_finite(self, bound: BoundArguments, options: CallOptions) -> str:
-        """Say in words which row of a refused call is to blame."""
         message = f"{self.name}: its outputs or updates are not finite"
         if options.batch_s is not None:
             message += "; rows that batch_s picks are not tried one by one"
@@ -270,8 +276,8 @@ class Function:
         batches: Any,
         options: CallOptions,
     ) -> Batches:
-        """Check positional and keyword arguments of a loop over batches, and return what makes its calls."""
         name, group = f"{self.name}.{member}", current_group()
+        # Most often the arguments come from a loader, and the user has taken the wrong member.
         if not any(arguments) and any(p.default is p.empty for p in self._binder.parameters.values()):
             instead = "stream(loader)" if member == "iterate" else "over(source=loader)"
             raise TypeError(
@@ -287,7 +293,6 @@ class Function:
         return loop
 
     def _items(self, member: Literal["stream", "over"], options: CallOptions) -> Items:
-        """Return what makes the calls of a loop over a loader."""
         name, group = f"{self.name}.{member}", current_group()
         check_slices(options.num_slices, self.name)
         self._refuse(member)
@@ -303,15 +308,15 @@ class Function:
         options: CallOptions,
         per_launch: int | None,
     ) -> Prefetch[Any, Any]:
-        """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early; with
-        `per_launch` the calls of a list."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
         calls, numbers = iter(items.calls(source)), count()
         if per_launch is None:
             run = partial(launch, self._launch, options, numbers)
             loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
+            # Data that waiting calls read must not be written to: rows on the devices are picked when the call is due.
             items.hold.waiting = loop.waiting, []
             return loop
+        # Calls are launched by lists, and `prefetch` counts lists.
         most = checked_integer(per_launch, f"{self.name}.{member}: per_launch", 1)
         lists, due = CallLists(items, calls, source, most), partial(due_call, options, numbers)
         run = partial(launch_list, lists, self._launch, self._launch_several, due, self._pace)
@@ -320,7 +325,6 @@ class Function:
         return loop
 
     def _launch_several(self, calls: Sequence[Call], repeat: Repeat) -> list[PyTree]:
-        """Start consecutive calls of a loop by one program: the first, and those behind it that the program runs."""
         site = self._site()
         with LOCK:
             results, is_refused = list[PyTree](), False
@@ -338,6 +342,7 @@ class Function:
         loop = loop_begun_by(batch)
         if loop is None or self._orders.get(loop.order) is loop:
             return
+        # Only a function that updates variables trains, and only for training does the order matter.
         plans = [made() for made, *_ in [*self._plans.compiled]]
         if loop.order in self._orders and any(plan.updates for plan in plans if plan is not None):
             warn(
@@ -465,10 +470,12 @@ class Function:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
+        # Three cheap questions: a plain call outside of any trace has nothing to refuse.
         if call or ASKS or current_trace() is not None:
             self._refuse(call)
         if type(options.num_slices) is not int or options.num_slices < 1:
             check_slices(options.num_slices, self.name)
+        # Named here: else the user's function would be said to lack such a parameter.
         for option in OPTIONS.intersection(kwargs) if kwargs else ():
             raise TypeError(f"{self.name}: {option} is an option of other ways to call it; this one takes none.")
         return self._binder.bind(args, kwargs)
@@ -486,6 +493,8 @@ class Function:
                 f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
                 f"{self._spec.inside or f'Call {self.name}.fn there.'}"
             )
+        # A plain call composes with transformations of JAX. A loop, a check or a report has effects, which a trace
+        # would lose.
         if call and is_traced():
             raise SynkError(
                 f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
@@ -562,11 +571,11 @@ class Function:
     def _runner(self, bound: BoundArguments, options: CallOptions) -> Runner:
         from .._check.serial import Runner
 
+        # For its error in a group of absent devices.
         self._site()
         return Runner(self._spec.gathering(), self._plans, bound, options, current_group())
 
     def _site(self, call: str = "") -> Site:
-        """Return where calls run now; SynkError where the group's devices are absent. `call` names a member."""
         group = current_group()
         if group.accelerator is not None:
             group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
@@ -643,6 +652,7 @@ class Function:
         options = CallOptions(batch, batch_s, num_slices, output_subset)
         bound = self._bind(args, kwargs, options, "explain")
         checked_integer(run, f"{self.name}.explain: run", wanted="give a number of calls, 0 for none")
+        # Asked for before anything compiles, since it raises in a group of absent devices.
         site = self._site(f"explain(run={run})") if run else None
         before = self.stats.compilations
         with LOCK:
@@ -652,6 +662,7 @@ class Function:
         if site is None:
             return explanation
         with LOCK:
+            # What runs now would share the devices with the calls that are timed.
             drain()
             return replace(explanation, measured=measure(partial(prepare, site, bound, options), run))
 
@@ -699,4 +710,5 @@ class Function:
             return site
         from .._variables.views import view_of_shapes
 
+        # Variables have their values in another group, on devices of this machine. Their shapes do to compile.
         return site._replace(view=view_of_shapes(site.group))

@@ -57,5 +57,7 @@ def map(
     """
     made = function(fn, inputs, outputs, axis_name=axis_name or "replica", name=name)
     check_row_ops(made._spec.ops, made.name)
+    # A function of rows whose call knows that `fn` takes one row: vmap is applied when its part is traced, which knows
+    # the number of rows.
     made._spec = replace(made._spec, made_by="synk.map", of_one_row="alone" if axis_name is None else "axis")
     return made

@@ -57,9 +57,9 @@ def each(values: Iterable[Any]) -> Any:
 
     Args:
       values: an iterable with as many values as there are batches, or more: learning rates, PRNG keys. Beside
-        `synk.minibatches(..., start=n)`, where a run goes on, the values of all batches, of which the first n are left
-        out, or those of the batches that are left. `synk.each(synk.row_keys(key, number_of_all_batches))` gives a batch
-        the same key whatever `start` and the number of epochs are.
+        `synk.minibatches(..., start=n)`, where a run continues, the values of all batches, of which the first n are
+        left out, or those of the batches that are left. `synk.each(synk.row_keys(key, number_of_all_batches))` gives a
+        batch the same key whatever `start` and the number of epochs are.
 
     Returns:
       What to pass as the argument.
@@ -89,16 +89,11 @@ class LoopCall(NamedTuple):
 
     @property
     def leaves(self) -> list[Any]:
-        """Return the leaves of its arguments."""
         return self.arguments.leaves
 
 
 class Picker:
-    """Picker of the rows of calls that are taken early, whose arguments differ in values alone.
-
-    Rows of arrays and of data in host memory are picked at once, as the call itself would pick them, and rows of data
-    on the devices by the call: for these it keeps the batch.
-    """
+    """Picker of the rows of calls that are taken early, whose arguments differ in values alone."""
 
     def __init__(self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group) -> None:
         self._function, self._group, self._spec = function, group, bound.spec
@@ -109,8 +104,11 @@ class Picker:
         self._keys, self._dtypes = [leaf.key for leaf in scattered], [narrow(leaf.raw.dtype) for leaf in scattered]
         self._of_variables = {at: leaves[at] for at in bound.spec.scattered if specs[at].is_variable}
         self.picked = [i for i, leaf in enumerate(scattered) if not leaf.is_minibatch]
+        # Rows on the host are picked early, as the call would pick them. Rows on the devices are picked by the call,
+        # which gets the batch.
         self._early = [i for i in self.picked if not _is_on_devices(sources[i], group)]
         self._has_all = len(self._early) == len(self.picked)
+        # Parts of slices, and parts with neighbours, begin elsewhere than the equal parts in which rows are sent early.
         self._is_cut = [options.num_slices == 1 and overlap is None for overlap in bound.spec.overlaps]
         # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
         self._meets_others = group._is_multi_process and any(leaf.kind == "local" for leaf in scattered)
@@ -128,18 +126,15 @@ class Picker:
         return call if type(call.batch) in _NEVER_CHANGE else LoopCall(call.arguments, _kept(call.batch))
 
     def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
-        """Keep a call of a list while the next one is asked for. `is_alone` tells that no code of the user's runs then.
-
-        Its rows are sent with those of the whole list. They are picked now if they may be written to, or come from a
-        file.
-        """
+        """Keep a call of a list while the next one is asked for. `is_alone`: no code of the user's runs then."""
+        # The rows of a list are sent together, as one block for each argument. They are picked now if they may be
+        # written to, or come from a file.
         self._is_cut = [False for _ in self._is_cut]
         leaves = [call.arguments.leaves[self._spec.scattered[i]] for i in self._early]
         is_there = all(is_in_memory(source_of(x) if isinstance(x, Data) else x) for x in leaves if hasattr(x, "shape"))
         return LoopCall(call.arguments, _kept(call.batch)) if is_alone and is_there else self.take_early(call)
 
     def _pick(self, arguments: BoundArguments, batch: Any) -> LoopCall:
-        """Put the rows of a batch in the place of the arguments that they are picked from."""
         start, name, at = perf_counter(), self._function.name, 0
         scattered, names, leaves = self._spec.scattered, self._spec.scattered_names, [*arguments.leaves]
         sources = [self._of_variables.get(at, leaves[at]) for at in scattered]
@@ -173,14 +168,11 @@ class Picker:
 
 
 def recognised(bound: BoundArguments, name: str, group: Group) -> tuple[BoundArguments, list[Any]]:
-    """Recognise the arguments of calls, once for all of them. Each call takes the rows of a variable as they are then.
-
-    Returns:
-      The arguments, and what calls of the same kind have in common.
-    """
+    """Recognise the arguments of all calls of a loop at once. Return also what calls of one kind have in common."""
     leaves, parts = recognise_leaves(bound, name, group)
     if leaves is bound.leaves:
         return bound, parts
+    # A variable stays in its place: each call takes the rows that it has then.
     leaves = [old if isinstance(old, Shared) else new for old, new in zip(bound.leaves, leaves, strict=True)]
     return BoundArguments(bound.spec, leaves), parts
 
@@ -191,7 +183,6 @@ def _kept(batch: Any) -> Any:
 
 
 def _is_on_devices(source: Any, group: Group) -> bool:
-    """Check whether the call itself picks the rows of a source."""
     if isinstance(source, Data):
         return source._home.layout is not None or not can_go_ahead(group, source_of(source))
     return not can_go_ahead(group, source)
@@ -267,6 +258,7 @@ class Batches:
                 f"{self._name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
                 f"synk.each instead, one for each array."
             )
+        # A Data would be dealt out by rows, and this value goes whole to every replica.
         return as_keys(value[:], value._key) if isinstance(value, Data) else value
 
 
@@ -287,7 +279,6 @@ class Timed(Iterator[T]):
 def check_batches(
     function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Any
 ) -> Batches:
-    """Check the arguments of a loop over batches, and return what makes its calls."""
     check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
     bound = bound._replace(leaves=_values_left(batches, bound, name))
     rows = Batches(function, bound, options, group, name)
@@ -318,6 +309,7 @@ def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
     return leaves
 
 
+# `numbers` gives a call its number in the loop, which messages name.
 def launch(
     run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
 ) -> PyTree:
@@ -326,7 +318,6 @@ def launch(
 
 
 def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
-    """Return arguments and options of a call that is due."""
     return call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers))
 
 
@@ -341,5 +332,4 @@ def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:
 
 
 def _with_values(bound: BoundArguments, values: dict[int, Any]) -> BoundArguments:
-    """Put values in the place of leaves."""
     return bound._replace(leaves=[values.get(i, leaf) for i, leaf in enumerate(bound.leaves)])

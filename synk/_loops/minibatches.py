@@ -78,11 +78,11 @@ class MinibatchIterator(Iterator[np.ndarray]):
         batch = self._order[i * batches.batch_size : (i + 1) * batches.batch_size]
         if not self._has_begun and batches.shuffle:
             global _newest
+            # Weakly, since the batch is an array of the user's, which must not live as long as the program.
             self._has_begun, _newest = True, Loop(batches, ref(batch))
         return batch
 
     def leave_out(self, n: int) -> int:
-        """Leave out the next n batches, and return how many of them there were."""
         there = min(n, length_hint(self))
         self._at += there
         return there
@@ -90,6 +90,7 @@ class MinibatchIterator(Iterator[np.ndarray]):
 
 def behind_bar(batches: Any) -> Any:
     """Return the iterable that a progress bar such as tqdm's goes through; other iterables as they are."""
+    # tqdm keeps what it wraps under this name.
     return getattr(batches, "iterable", batches)
 
 

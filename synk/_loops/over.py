@@ -90,7 +90,6 @@ class Accumulation:
         return 1
 
     def _run(self, ready: ReadyCall) -> None:
-        """Launch the programs of a batch, which add to the sums."""
         lengths, reads, rows = ready.rows.lengths or (), self._begin(ready), rows_taken(ready)
         launched: list[_Launched] = []
         for parts in split_into_launches(lengths, ready.num_slices):
@@ -106,6 +105,7 @@ class Accumulation:
         parts, rows = split_into_launches(lengths, 1)[0], sum(lengths)
         values, tables = values_of_calls(ready, calls, repeat), [self._table(ready, parts, self._rows)]
         self._note(parts)
+        # After the first batch is noted: replicas that have rows in it have rows in all batches of the list.
         tables += [self._table(ready, parts, self._rows + i * rows) for i in range(1, repeat.most)]
         table = self._place_table(ready, tuple(tables))
         results = self._add(ready, ready.plan.last, reads, [*values, table, flags_of(ready, len(calls), repeat)])
@@ -128,7 +128,6 @@ class Accumulation:
         return leaves_taken(ready, states, plan.reads[0])
 
     def _note(self, parts: PartRows) -> None:
-        """Note which replicas have rows."""
         self._has_rows |= np.array(parts.counts) > 0
 
     def _add(
@@ -137,6 +136,7 @@ class Accumulation:
         """Launch a program that adds to the sums. Return the entries of rows and parts that it has made."""
         results = run(self._function.name, program, [*reads, self._sums, values])
         num_sums = len(_compiler(ready.plan).carry)
+        # The program may have overwritten the old sums, which it was given to donate.
         self._sums = results[:num_sums]
         # Host memory is where CPU devices have them.
         for array in results[num_sums:] if ready.group.platform != "cpu" else ():
@@ -144,7 +144,6 @@ class Accumulation:
         return results[num_sums:]
 
     def _count(self, launched: list[_Launched], lengths: tuple[int, ...]) -> None:
-        """Count a batch whose programs are launched."""
         self._under_way.append(launched)
         self._rows += sum(lengths)
         self._batches += 1
@@ -166,7 +165,6 @@ class Accumulation:
         return table_of_batch(parts, ready.rows.lengths or (), first_row, tuple(self._has_rows.tolist()))
 
     def _place_table(self, ready: ReadyCall, table: tuple[Any, ...]) -> jax.Array:
-        """Bring every replica the table of one launch, or those of several batches."""
         # Numbers of rows are others in each launch but the first of one batch.
         if (self._rows or ready.call.repeat) and _compiler(ready.plan).uses_rank:
             return put(ready.group, np.array(table, np.int32), "replicated")
@@ -183,6 +181,7 @@ class Accumulation:
         if self._first is None:
             return
         for variable, state in states.items():
+            # By identity, since any write makes a new state: to compare values would read them back.
             if self._states.get(variable) is not state:
                 change = "was set" if variable in self._states else "came in place of another variable"
                 raise SynkError(
@@ -205,11 +204,11 @@ class Accumulation:
             )
 
     def result(self) -> PyTree:
-        """Combine the replicas and return the answer."""
         ready, rows = self._first, self._rows
         if ready is None:
             raise ValueError(f"{self._function.name}.over: there was no batch. An answer needs at least one row.")
         plan, compiler, name = ready.plan, _compiler(ready.plan), self._function.name
+        # Of all rows together: a single batch may have fewer than a statistic such as top_k needs.
         check_row_count(name, plan.least_rows, (rows,))
         outputs = self._joined(compiler)
         made = [i for i in plan.result.picked if outputs[i] is None]
@@ -233,14 +232,15 @@ class Accumulation:
         entries = {i: np.zeros(shapes[i].shape, shapes[i].dtype) for i in kept}
         entries |= {i: np.concatenate(self._entries.pop(i)) for i in compiler.kept}
         wholes = compiler.epilogue.finish_joined(entries)
+        # A view of a part that came from a device is read-only, and results of a call are the user's to change.
         return [None if whole is None else np.require(whole, requirements="W") for whole in wholes]
 
     def _combined(self, ready: ReadyCall, made: list[int]) -> list[jax.Array]:
-        """Make these outputs of the sums of all replicas."""
         group, compiler = ready.group, _compiler(ready.plan)
         with LOCK:
             program = self._site.plans.kept(group, ("over", ready.plan), lambda: compiler.compile_over(made))
             rows = constant(group, "replicated", self._rows, jnp.result_type(float).name)
+            # A replica without any row has sums of nothing, which "max" or a mean must not count.
             present = constant(group, "replicated", tuple(self._has_rows.tolist()), "bool")
             return run(self._function.name, program, [self._sums, [rows, present]])
 

@@ -31,7 +31,6 @@ class CallLists(Iterator[list[LoopCall]]):
     repeats = True
 
     def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
-        """Take the calls that `items` makes of `source`, up to `most` a list."""
         self.items, self._calls, self.collected, order = items, calls, list[LoopCall](), behind_bar(source)
         self._epoch, self._at = (order.per_epoch, order.start) if isinstance(order, Minibatches) else (None, 0)
         # A program costs as much to compile as it may have calls.
@@ -46,6 +45,7 @@ class CallLists(Iterator[list[LoopCall]]):
         if self._left is None:
             raise TypeError("The number of lists is not known: what gives their items has no len().")
         epoch = self._epoch or self._left or 1
+        # The first epoch may have begun, by `start` or by items that are left out.
         first = min(self._left, epoch - self._at % epoch)
         return -(-first // self.most) + (self._left - first) // epoch * -(-epoch // self.most)
 
@@ -69,7 +69,6 @@ class CallLists(Iterator[list[LoopCall]]):
 
     @property
     def _room(self) -> int:
-        """Return how many calls the next list has at most."""
         return self.most if self._epoch is None else min(self.most, self._epoch - self._at % self._epoch)
 
     def leave_out(self, n: int) -> tuple[int, int]:
@@ -82,12 +81,10 @@ class CallLists(Iterator[list[LoopCall]]):
 
 
 def small_lists(items: Batches | Items, source: Any) -> tuple[int, Iterator[Sequence[LoopCall]]]:
-    """Put the calls of `f.over` in lists, if they are of few bytes and no code of the user's runs between them.
-
-    Returns:
-      How many calls a list has at most, and the lists.
-    """
+    """Put small calls of `f.over` in lists if no code of the user's runs between. Return the longest length too."""
     calls, order = iter(items.calls(source)), behind_bar(source)
+    # The shapes of one call tell the bytes of all. A generator is not asked: it would run code of the user's ahead of
+    # the loop.
     first = next(calls, None) if _is_alone(source) else None
     if first is not None:
         calls = chain([first], calls)
@@ -119,11 +116,9 @@ def launch_list(
     pace: Callable[[int], int],
     these: Sequence[LoopCall],
 ) -> list[PyTree]:
-    """Launch the calls of a list, as many in a row as may be, and return their results.
-
-    `one` launches a call, and `several` calls in a row. `due` returns arguments and options of a call that is due.
-    `pace` is told how many calls have run, and returns how many may run now.
-    """
+    """Launch the calls of a list, as many in a row as may be, and return their results."""
+    # `one` launches a call, and `several` calls in a row. `due` makes the arguments and options of a call that is due.
+    # `pace` is told how many calls have run, and returns how many may run now: local steps stop for their average.
     results: list[PyTree] = []
     try:
         calls, room = [due(call) for call in these], pace(0)
@@ -137,6 +132,7 @@ def launch_list(
                     lists.repeats = isinstance(alone, NotTogether)
             new = new or [one(*left[0])]
             results, room = [*results, *new], pace(len(new))
+    # Results before an error belong to the loop, which gets them first.
     except Stopped as stopped:
         pace(len(stopped.results))
         raise Stopped([*results, *stopped.results], stopped.error) from None

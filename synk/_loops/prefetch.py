@@ -28,12 +28,7 @@ R = TypeVar("R")
 
 
 class Stopped(Exception):
-    """An error behind results that the loop is to see before it.
-
-    Attributes:
-      results: the results, perhaps none.
-      error: the error.
-    """
+    """An error behind results, perhaps none, that the loop is to see before it."""
 
     def __init__(self, results: list[Any], error: BaseException) -> None:
         self.results, self.error = results, error
@@ -69,11 +64,10 @@ class Prefetch(Iterator[R], Generic[T, R]):
         *,
         take_early: Callable[[T], T] | None = None,
     ) -> None:
-        """Give what `launch` returns for each item, and take up to `size` of them early.
-
-        `source` is what they are made of. `name` is what messages call the option `size`. `refuse` raises where no item
-        may be asked for. `take_early` makes an item ready to wait until it is due.
-        """
+        """Give what `launch` returns for each item, and take up to `size` of them early."""
+        # `source` is what the items are made of, and has their number. `name` is what messages call the option `size`.
+        # `refuse` raises where no item may be asked for, as in a trace. `take_early` makes an item ready to wait until
+        # it is due.
         self.waiting = deque[T]()
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
         self._launch, self._refuse, self._early = launch, refuse, take_early
@@ -82,6 +76,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self.gives_lists = hasattr(items, "leave_out")
         self._error: BaseException | None = None
         self._length = length(source)
+        # Named until the loop begins: a loop that nobody asks for results has run nothing, which is most often a
+        # mistake.
         self._unused_call = name.removesuffix(": prefetch")
 
     # A global may be gone when Python ends; a default value is not.
@@ -118,6 +114,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
                 self.close()
                 self._error = stopped.error
                 return stopped.results  # type: ignore[return-value]  # what `launch` would have returned
+            # After the launch, so that the rows of the next items are sent while this call runs.
             for _ in range(self._size - len(waiting)):
                 self._take_item(early=True)
             return result
@@ -135,6 +132,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
             if early and self._early is not None:
                 item = self._early(item)
             self.waiting.append(item)
+        # At once: an error that is kept would come an item later, or never.
         except KeyboardInterrupt:
             raise
         except StopIteration:
@@ -143,10 +141,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
             self._items, self._error = None, error
 
     def leave_out(self, n: int) -> tuple[int, int]:
-        """Leave out the first n items, for which nothing is launched; of lists, n of what they hold.
-
-        Return how many of them there were, and how many items that is.
-        """
+        """Leave out the first n results. Return how many of them there were, and how many items they make."""
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
         left: Any = self._items
@@ -170,7 +165,6 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
 
 def length(items: Any) -> int | None:
-    """Return the number of items; None if it is not known."""
     # The DataLoader of PyTorch has a len() that raises if its dataset has none.
     with suppress(TypeError, NotImplementedError):
         return len(items)

@@ -27,13 +27,13 @@ class Items:
         self._kind: Any = None
 
     def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
-        """Return an iterator of the call of each item, which comes when it is asked for."""
         check_iterable(source, f"{self._name}: its source", "arguments, e.g. a data loader")
         return map(self._call, Timed(source, self._function.stats))
 
     def _call(self, item: Any) -> LoopCall:
         bound, name = _bind(self._binder, item), self._name
         keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
+        # The same object, not an equal one: a loader that draws keys may draw equal ones by a seed of its own choice.
         if keys and len(keys) == len(self._last_keys) and all(map(is_, keys, self._last_keys)):
             warn_of_keys(name, bound, "split the key as the loader goes on, as synk.each does for iterate")
         self._last_keys = keys

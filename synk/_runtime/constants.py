@@ -50,7 +50,6 @@ def constant_of(array: np.ndarray, is_copied: bool) -> Constant:
 
 
 def known_constant(array: Any) -> Constant | None:
-    """Return the constant whose value is this very array, if there is one."""
     return _by_array.get(id(array))
 
 

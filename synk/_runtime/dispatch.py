@@ -30,15 +30,10 @@ CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 
 class InFlight:
-    """A program that was launched, equal only to itself.
+    """A program that was launched, equal only to itself."""
 
-    Attributes:
-      token: one output of the program, a `jax.Array`, to wait on.
-      on_failure: called with the error if the program dies.
-      peers: the `Peers` of its group, which learn of a failure first.
-      name: the program's name in messages.
-    """
-
+    # The token is one output of the program, a `jax.Array`, to wait on. The peers of its group learn of a failure
+    # before `on_failure` does.
     __slots__ = ("name", "on_failure", "peers", "token")
 
     def __init__(self, token: Any, on_failure: OnFailure, peers: Any, name: str) -> None:
@@ -53,6 +48,8 @@ _replaced_by_runtime: Any = None
 
 def wait_for_capacity(is_limited: bool) -> None:
     """Wait until one more program may be in flight, if the number is limited. Forget old programs that have ended."""
+    # Where nothing limits the number, only programs that have ended are forgotten: a launch must not wait for the
+    # devices.
     while len(programs := tuple(IN_FLIGHT)) >= MAX_IN_FLIGHT and (is_limited or programs[0].token.is_ready()):
         _retire(programs[0])
 
@@ -68,7 +65,7 @@ def retire_finished() -> None:
 
 
 def ignore_failure(error: Exception) -> None:
-    """Do nothing: JAX itself raises the error where results of the program are read."""
+    """Leave the error to JAX, which raises it where results of the program are read."""
 
 
 def drain() -> None:
@@ -156,7 +153,6 @@ class uninterrupted:
             raise
 
     def __call__(self, number: int, frame: Any) -> None:
-        """Handle a signal: note that it came."""
         self.noted.append((number, frame))
 
     def __exit__(self, *error: object) -> None:

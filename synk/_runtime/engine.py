@@ -17,15 +17,7 @@ EngineName: TypeAlias = Literal["shard_map", "pmap", "jit"]
 
 
 def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "shard_map") -> Body:
-    """Map a body of one replica's arrays over a group, for use under `jax.jit`.
-
-    Args:
-      group: the replicas.
-      body: takes and returns the arrays of one replica.
-      ins: the layouts of the global arguments.
-      outs: the layouts of the global results.
-      engine: an entry of `ENGINES`.
-    """
+    """Map a body of one replica's arrays over a group, for use under `jax.jit`; `engine` is an entry of `ENGINES`."""
     axis = replica_axis()
 
     def named(*args: jax.Array) -> Sequence[jax.Array]:

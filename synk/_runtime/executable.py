@@ -87,14 +87,9 @@ class ProgramSpec:
 
 
 class Program:
-    """A program of a group. `launch` starts it and returns at once.
+    """A program of a group. `launch` starts it and returns at once."""
 
-    Attributes:
-      group: the group that runs it.
-      name: its name in messages, logs and profiles.
-      may_fail_alone: whether it may die in one process while the others go on.
-    """
-
+    # True for a program with a host callback, which may raise in one process while the other processes go on.
     may_fail_alone = False
 
     def __init__(self, group: Group, name: str, run: Callable[..., list[jax.Array]], is_local: bool = False) -> None:
@@ -102,6 +97,7 @@ class Program:
 
         A local program communicates nothing: one process may run it.
         """
+        # The last output of `run` is a token. A local program communicates nothing, so one process may run it alone.
         self.group, self.name, self._run = group, name, run
         self._peers, self._is_local, self._limits_in_flight = group._peers, is_local, group._limits_in_flight
         # In one process, on devices that are here, nothing has to be asked before a launch.
@@ -148,13 +144,7 @@ class Program:
 
 
 class Executable(Program):
-    """A program that is compiled for the shapes of its arguments.
-
-    Attributes:
-      compiled: JAX's compiled program.
-      seconds: how long compiling took, or reading from the compilation cache.
-      is_from_cache: whether it came from that cache.
-    """
+    """A program that is compiled for the shapes of its arguments."""
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
         structs = [
@@ -174,6 +164,7 @@ class Executable(Program):
         start = perf_counter()
         with noticed_hits() as hits:
             self.compiled = lowered.compile(compiler_options=options)
+        # The time of a compilation, or of reading the program from the compilation cache.
         self.seconds, self.is_from_cache = perf_counter() - start, bool(hits)
         # Compiled programs refuse arrays of numbers below a byte ("input layouts that disagree"). jax.jit takes them,
         # but compiles once more. Drop this when we require jaxlib>=0.12.
@@ -187,7 +178,6 @@ def _with_constants(group: Group, constants: Sequence[Constant], run: Any, *args
 
 
 def compiler_options(group: Group, has_fixed_kernels: bool = False) -> dict[str, Any]:
-    """Return the compiler options for the platform of a group. Options in XLA_FLAGS win."""
     if group.platform != "gpu":
         return {}
     options: dict[str, Any] = {}
@@ -201,13 +191,13 @@ def compiler_options(group: Group, has_fixed_kernels: bool = False) -> dict[str,
     if has_fixed_kernels or group.accelerator is not None:
         # Autotuning times kernels on the device, which a target does not have.
         options["xla_gpu_autotune_level"] = 0
+    # What the user has set in XLA_FLAGS wins: options of a compilation would override the flags.
     flags = os.environ.get("XLA_FLAGS", "")
     return {option: value for option, value in options.items() if option not in flags}
 
 
 @contextmanager
 def translate_peer_errors(group: Group) -> Generator[None]:
-    """Raise PeerError in place of a runtime error whose cause is that another process is gone."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -218,7 +208,6 @@ def translate_peer_errors(group: Group) -> Generator[None]:
 
 
 def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None) -> Any:
-    """Wrap a program in `jax.jit`, with the name that logs and profiles show."""
 
     # The token, an extra output, tells when the program has ended. Other outputs may be donated or deleted by then.
     def with_token(*values: jax.Array) -> list[jax.Array]:
@@ -242,11 +231,8 @@ def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None)
 def run_collective(
     group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any], is_local: bool = False
 ) -> list[jax.Array]:
-    """Run a small program of synk's.
-
-    The cache of programs has `body` as its key, so it must be a lasting object. Processes compare the program before it
-    first runs, unless it is local.
-    """
+    """Run a small program of synk's."""
+    # `body` is a part of the key, so it must be a lasting object: a closure made for each call would compile each time.
     args, key = list(args), (body, tuple(ins), tuple(outs))
     module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
     name = f"synk.{module.strip('_')}.{function.strip('_')}"
@@ -255,6 +241,8 @@ def run_collective(
         jitted = group._cached(run_collective, key, partial(_jit, group, spec))
         if group._is_multi_process:
             name = f"{name}({describe_shapes(args)})"
+        # Processes compare the text once for each shape. Different programs would wait for each other inside a
+        # collective.
         if group._is_multi_process and not is_local:
             shapes = tuple((a.shape, a.dtype) for a in args)
 
@@ -294,6 +282,8 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
     *leaves, root = values
     is_root = jax.lax.axis_index(replica_axis()) == root[0]
     bits = [as_bits(leaf) for leaf in leaves]
+    # All replicas but the root add zeros, in integers: a sum of floats would turn -0 to 0 and may change the bits of
+    # NaN.
     sums = jax.lax.psum([jnp.where(is_root, b, jnp.zeros((), b.dtype)) for b in bits], replica_axis()) if bits else []
     return [from_bits(b, leaf.dtype) for b, leaf in zip(sums, leaves, strict=True)]
 
@@ -312,6 +302,7 @@ def from_process_0(
         # Powers of two, since each length needs a program.
         words = np.zeros(max(256, 1 << ((array.nbytes + 3) // 4 - 1).bit_length()), np.uint32)
         words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        # 32-bit words, since a dtype of 64 bits would be narrowed where JAX has those switched off.
         stacked = stack_parts(group, [words] * group.size, None)
         sent = replica_to_host(group, stacked, "stacked", root, None).view(np.uint8)
         copies.append(sent[: array.nbytes].view(shape.dtype).reshape(shape.shape))
@@ -319,10 +310,7 @@ def from_process_0(
 
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
-    """Return one replica's entry in host memory, cut to `rows` rows. On CPUs it is a view.
-
-    Several processes call this together.
-    """
+    """Return one replica's entry, cut to `rows` rows; on CPUs a view. Several processes call this together."""
     if group._is_multi_process:
         if layout == "stacked":
             array, layout = broadcast_from(group, [array], rank, "replicated")[0], "replicated"
@@ -341,7 +329,6 @@ def as_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """Return the array of a dtype whose bits `as_bits` has returned."""
     if dtype == np.bool_:
         return bits.astype(bool)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -114,7 +114,7 @@ ALONE = Peers()
 class Group:
     """The replicas: one device each, on a mesh axis named `"replica"`, or all simulated on one device.
 
-    In `with` the group is current inside, and the previous group is restored after. As a number it is its size.
+    Inside a `with` block the group is the current one; after it the previous group is. As a number it is its size.
 
     Attributes:
       devices: the device of each replica, in rank order.
@@ -170,12 +170,12 @@ class Group:
         if self.accelerator is not None:
             return range(self.size)
         process = jax.process_index()
+        # `init` has checked that the ranks of a process are consecutive.
         ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == process]
         return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
 
     @cached_property
     def _is_multi_process(self) -> bool:
-        """Check whether the group spans several processes."""
         return len(self._local_ranks) < self.size
 
     @cached_property
@@ -188,7 +188,6 @@ class Group:
 
     @cached_property
     def _has_one_device(self) -> bool:
-        """Check whether all replicas share one device."""
         return self.mesh.devices.size == 1
 
     @cached_property
@@ -222,7 +221,7 @@ class Group:
         return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
 
     def _derived(self, devices: tuple[Device, ...], is_simulated: bool) -> Group:
-        """Return the group of other devices with the same memory, made once."""
+        # Made once, since plans and variables are kept by the group, and a group is equal to itself alone.
         return self._cached(
             self, (devices, is_simulated), lambda: make_group(devices, is_simulated, memory=self._memory)
         )
@@ -235,7 +234,6 @@ class Group:
         return cache.get(key, make)
 
     def _refuse_if_absent(self, what: str) -> None:
-        """Raise SynkError if something is to run or to be placed on devices that are not here."""
         if self.accelerator is not None:
             raise SynkError(
                 f"{what}: the current group is {self}, whose devices are not here: functions compile and explain "
@@ -298,8 +296,6 @@ class GroupAsOne(Group):
 
 
 class _CurrentGroup:
-    """The current group, if there is one: the only mutable global of the package."""
-
     def __init__(self) -> None:
         self.group: Group | None = None
         self.make_default: Callable[[], Group]
@@ -325,7 +321,6 @@ class _CurrentGroup:
         return before
 
     def forget(self) -> None:
-        """Forget the current group."""
         self.group = self._made = None
 
 
@@ -364,7 +359,6 @@ def make_group(
     accelerator: Accelerator | None = None,
     memory: int | float | None = None,
 ) -> Group:
-    """Make a group of devices."""
     # Under Explicit axes jnp functions ask users for shardings:
     # https://docs.jax.dev/en/latest/parallel.html
     mesh = Mesh(np.array(devices[:1] if is_simulated else devices), (AXIS,), axis_types=(AxisType.Auto,))

@@ -21,12 +21,10 @@ Layouts: TypeAlias = Sequence[Layout]
 
 
 def layouts(layout: Layout, count: int) -> list[Layout]:
-    """Return `count` times the same layout."""
     return [layout] * count
 
 
 def sharding_of(group: Group, layout: Layout) -> NamedSharding:
-    """Return the sharding of an array with a layout."""
     return {"replicated": group.replicated, "stacked": group.stacked, "rows": group.rows}[layout]
 
 
@@ -41,10 +39,7 @@ def everywhere(array: jax.Array) -> np.ndarray:
 
 
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
-    """Place a global value in a layout. The result may share memory with a NumPy array.
-
-    Several processes place the same value; nothing compares it.
-    """
+    """Place a global value in a layout. The result may share memory with a NumPy array."""
     where = sharding_of(group, layout)
     group._refuse_if_absent("a value to place")
     if isinstance(value, jax.Array) and not group._is_multi_process:
@@ -142,6 +137,5 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Arr
 
 
 def describe_shapes(args: Sequence[Any]) -> str:
-    """Describe the shapes and dtypes of arguments, for messages."""
     shapes = [f"{a.dtype.name}{list(a.shape)}" for a in args[-6:]]
     return ", ".join([f"{len(args) - 6} more", *shapes] if len(args) > 6 else shapes)

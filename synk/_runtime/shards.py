@@ -46,12 +46,10 @@ class Shard:
 
 
 def keeps_layers(shape: Sequence[int]) -> bool:
-    """Tell whether shards of an array of this shape keep its axis 0."""
     return len(shape) > 2
 
 
 def shard_shape(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of one replica's shard of an array."""
     front = shape.shape[:1] if keeps_layers(shape.shape) else ()
     return jax.ShapeDtypeStruct((*front, -(-prod(shape.shape[len(front) :]) // replicas)), shape.dtype)
 
@@ -62,6 +60,7 @@ def to_shards(array: Any, replicas: int, has_layers: bool | None = None) -> Any:
     has_layers = keeps_layers(array.shape) if has_layers is None else has_layers
     layers = len(array) if has_layers else 1
     rows = array.reshape(layers, array.size // max(layers, 1))
+    # Zeros at the end make shards of one length, which psum_scatter and all_gather demand.
     rows = numpy.pad(rows, ((0, 0), (0, -rows.shape[1] % replicas)))
     rows = numpy.moveaxis(rows.reshape(layers, replicas, -1), 1, 0)
     return rows if has_layers else rows[:, 0]
@@ -90,7 +89,7 @@ def sum_to_shards(part: jax.Array, has_layers: bool | None = None) -> Shard:
 
 
 def gather_shard(shard: Shard) -> jax.Array:
-    """Gather the whole array from the shards of all replicas."""
+    # The last axis is the one that is cut, so one gather joins a flat leaf, or each layer of a stacked one.
     rows = lax.all_gather(shard.array, replica_axis(), axis=shard.array.ndim - 1, tiled=True)
     return rows[..., : shard.length].reshape(shard.shape)
 

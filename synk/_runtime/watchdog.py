@@ -6,17 +6,13 @@ from time import monotonic
 
 
 class Watchdog:
-    """A timer that prints the stacks of all threads and ends this process, once no program ran for some seconds.
+    """A timer that prints the stacks of all threads and ends this process, once no program ran for some seconds."""
 
-    Attributes:
-      seconds: for how long; None while there is no watchdog.
-    """
-
+    # None while there is no watchdog: then a launch looks at no clock.
     seconds: float | None = None
     _armed = 0.0
 
     def start(self, seconds: float) -> None:
-        """Start to count seconds."""
         self.seconds, self._armed = seconds, 0.0
         self.rearm()
 

@@ -92,6 +92,7 @@ def save_together(
     """Collect the values of variables in host memory; process 0 begins to write them, by a description and arrays."""
     with eager():
         group = common_group(variables, "save")
+        # Process 0 waits until the save before is written. `synk.save` raises the error of that save, in all processes.
         group._peers.from_process_0(call, wait)
         is_writer = jax.process_index() == 0 or not group._is_multi_process
         arrays = dict(_arrays(variables, is_writer, is_copy and is_writer))
@@ -162,12 +163,12 @@ def load_together(
         names = list(kept)
         arrays = files.enter_context(opened_here[0].arrays()) if opened_here else None
         states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
+        # All at once, after every leaf was read and compared: an error leaves all variables as they were.
         commit_all(states)
     return about | {"path": path}
 
 
 def check_variables(variables: Any, call: str) -> None:
-    """Raise TypeError unless `variables` is a mapping from name to shared variable."""
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise TypeError(
             f'synk.{call}: variables is {shown(variables)}; give a mapping from name to variable: {{"w": w}}.'
@@ -190,14 +191,12 @@ def common_group(variables: Mapping[str, Shared], call: str) -> Group:
 
 
 def checked_step(step: Any, call: str, otherwise: str = "") -> int:
-    """Return the number of a checkpoint as an int; ValueError if it is none."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"synk.{call}: step is {shown(step)}; give an integer >= 0{otherwise}.")
     return int(step)
 
 
 def check_keep(keep: Any, call: str) -> None:
-    """Raise ValueError if `keep` is no number of checkpoints."""
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
         raise ValueError(f"synk.{call}: keep is {shown(keep)}; give an integer >= 1, or None for all.")
 
@@ -219,7 +218,6 @@ def checked_extra(extra: Any, call: str) -> Any:
 
 
 def described(variable: Shared) -> dict[str, Any]:
-    """Describe a variable for JSON."""
     spec, state = variable._spec, variable._state
     return {
         "leaves": [
@@ -253,12 +251,10 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
 
 
 def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, Iterable[np.ndarray]]]:
-    """Yield each replica that must be stored and its leaves; None for the replica if all share a value.
-
-    Processes that do not write take part in reads for which all must ask together.
-    """
+    """Yield each replica that must be stored and its leaves; None for the replica if all share a value."""
     group, storage, state = group_of(variable), variable._spec.storage, computed_state(variable)
     if state.is_equal:
+        # Processes that do not write take part in reads for which all must ask together, as of leaves in shards.
         yield None, storage.common_on_host(group, state, is_writer)
     else:
         yield from ((rank, storage.to_host(group, state, rank)) for rank in range(group.size))
@@ -307,7 +303,6 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
 
 
 def is_of_others(kept: Any, variable: Shared) -> bool:
-    """Check whether a variable was saved unequal, from another number of replicas than there are now."""
     return not kept["is_equal"] and kept["replicas"] != group_of(variable).size
 
 

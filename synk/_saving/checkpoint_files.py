@@ -53,23 +53,19 @@ class Checkpoint(NamedTuple):
     damaged: list[str]
 
     def arrays(self) -> Any:
-        """Return the arrays by name, read when asked for. The caller closes them."""
         return np.load(self.file)
 
 
 def write(
     folder: Path, step: int, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], keep: int | None
 ) -> None:
-    """Write a checkpoint and delete all but the newest `keep`.
-
-    The folder is written under another name and takes its own by one rename. Checkpoints of later steps, of a run that
-    has gone back, are renamed: they are neither loaded nor counted nor deleted.
-    """
+    """Write a checkpoint and delete all but the newest `keep`."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*filter(_is_abandoned, folder.glob(".saving-*")), *folder.glob(".gone-*")]:
         _delete(left)
     # A later step that a handler of a signal saves meanwhile is not among them.
     later = [path for number, path in _checkpoints(folder) if number > step]
+    # Written under another name, the folder takes its own by one rename: what has the name of a checkpoint is whole.
     new = folder / f".saving-step-{step:08d}-{socket.gethostname()}-{os.getpid()}-{next(_COUNT)}"
     _UNDER_WAY.add(new.name)
     try:
@@ -77,11 +73,14 @@ def write(
         digest = _write_arrays(new / _ARRAYS, arrays)
         whole = {"format": FORMAT, "step": step, **about, _ARRAYS: digest}
         (new / _ABOUT).write_text(json.dumps({"checksum": _digest(whole), **whole}, indent=1))
+        # Before the rename: after a power cut a name on the disk must not stand for data that is not.
         for written in (new / _ARRAYS, new / _ABOUT, new):
             _to_disk(written)
         # A handler of a signal that saves, too, comes before or after.
         with uninterrupted():
             _put(new, folder / f"step-{step:08d}")
+            # Checkpoints of later steps are those of a run that has gone back. Under another name they are neither
+            # loaded nor counted nor deleted.
             for path in later:
                 _rename(path, f"left-{path.name}")
             _remove_old(folder, keep)
@@ -157,6 +156,7 @@ def _is_abandoned(saving: Path) -> bool:
 
 def _is_alive(process: int) -> bool:
     try:
+        # Signal 0 is delivered to nobody: the system only checks that the process is there.
         os.kill(process, 0)
     except ProcessLookupError:
         return False
@@ -167,13 +167,7 @@ def _is_alive(process: int) -> bool:
 
 
 def read(folder: Path, step: int | None, attempts: int = ATTEMPTS) -> Checkpoint:
-    """Return the checkpoint of a step, or the newest that is whole.
-
-    Raises:
-      FileNotFoundError: there is none.
-      CheckpointError: there are, but none that was asked for is whole.
-      ValueError: the folder is a checkpoint itself, or a file.
-    """
+    """Return the checkpoint of a step, or the newest that is whole; raise what `synk.load` documents."""
     # The highest step first; a checkpoint that was to be replaced, whose name ends in ~, after its successor.
     paths = sorted(_checkpoints(folder), key=lambda found: (-found[0], found[1].name))
     if not paths:
@@ -210,11 +204,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
         status = path.stat()
     except OSError:
         return None
+    # A new folder may get the number of the deleted one, but not its time of change.
     return status.st_ino, status.st_ctime_ns
 
 
 def _read_whole(path: Path) -> tuple[dict[str, Any], BinaryIO]:
-    """Return the description of a checkpoint and its open arrays; CheckpointError says what is wrong with it."""
     try:
         about = json.loads((path / _ABOUT).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -251,7 +245,6 @@ def _digest(about: Mapping[str, Any]) -> str:
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return the step and folder of each checkpoint."""
     paths = folder.iterdir() if folder.is_dir() else []
     return [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
 
@@ -273,6 +266,7 @@ def _delete(path: Path) -> None:
 
 
 def _to_disk(path: Path) -> None:
+    # A folder is synced too: its entry for a new file is data of its own.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -300,7 +294,6 @@ class Writer:
 
     @property
     def is_idle(self) -> bool:
-        """Check whether nothing is being written."""
         return self._is_idle.is_set()
 
     def wait(self) -> str:
@@ -312,7 +305,6 @@ class Writer:
         return ""
 
     def wait_quietly(self) -> str:
-        """Wait until nothing is being written."""
         while True:
             # A handler of a signal that saves, too, would wait for the lock of this wait.
             with uninterrupted():

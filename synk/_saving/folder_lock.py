@@ -28,6 +28,7 @@ def made(folder: Path) -> Key:
     except OSError as error:
         why = f"synk.resume: nothing can be written to its folder ({error.strerror})"
         raise OSError(error.errno, why, str(folder)) from error
+    # Links and mounts give a folder several paths. Device and inode are one.
     return status.st_dev, status.st_ino
 
 
@@ -44,8 +45,9 @@ class FolderLock:
     _held: ClassVar[dict[Key, "FolderLock"]] = {}
 
     def __init__(self, folder: Path, key: Key) -> None:
-        """Lock a folder that was made. A loop of this process that has it, as one that was left, loses it."""
+        """Lock a folder that was made; take it from a loop of this process that has it."""
         self.key, self.is_held, self.lacks = key, False, ""
+        # The loop that has the folder may have been left by `break` and live on under a name, as in a notebook.
         if key in self._held:
             self._held[key].free()
         self._file = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
@@ -66,6 +68,7 @@ class FolderLock:
                     f"the other one."
                 )
             sleep(0.1)
+        # For the message of a run that waits: the system does not tell across machines who holds a lock.
         who = f"process {os.getpid()} on {socket.gethostname()}, since {ctime()}".encode()
         os.ftruncate(self._file, os.pwrite(self._file, who, 0))
 
@@ -80,7 +83,6 @@ class FolderLock:
         return True
 
     def free(self) -> None:
-        """Unlock the folder."""
         if self.is_held:
             self.is_held = False
             del self._held[self.key]

@@ -1,4 +1,4 @@
-"""Left out: the items of a loop that a run before has done."""
+"""Left out: the items of a loop that an earlier run has done."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -16,16 +16,7 @@ _SILENT = tuple(type(iter(of)) for of in ([], (), "", range(0), range(1 << 70)))
 
 
 def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int, int]:
-    """Leave out the first n items of an iterable.
-
-    Returns:
-      An iterator over what is left; how many items were asked for and dropped; and how many are left out: fewer than
-      n, if some are lists of a loop with `per_launch`, of which n counts the results.
-
-    Raises:
-      ValueError: there are fewer items.
-      SynkError: a loop of `iterate` or `stream` has begun.
-    """
+    """Leave out n results. Return what is left, and how many items were asked for and dropped, and left out."""
     if isinstance(steps, enumerate):
         # The form in which Python pickles an iterator tells what it is made of, and how far it is.
         items, first = cast(Any, steps.__reduce__()[1])
@@ -33,12 +24,14 @@ def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int, int]:
         return enumerate(left, first + out), dropped, out
     if isinstance(steps, zip):
         _, parts, *is_strict = cast(Any, steps.__reduce__())
+        # Fewer items than n are left out if some are lists of a loop with `per_launch`, of which n counts the results.
         out, lefts, dropped = n, dict[int, Iterator[Any]](), 0
         # Of what goes with lists as many are left out as lists are.
         for i in sorted(range(len(parts)), key=lambda i: not _gives_lists(parts[i])):
             lefts[i], drops, out = leave_out(parts[i], n if _gives_lists(parts[i]) else out)
             dropped = max(dropped, drops)
         return zip(*(lefts[i] for i in range(len(parts))), strict=bool(is_strict)), dropped, out
+    # By index, so no item before is made.
     if isinstance(steps, range | Sequence | np.ndarray):
         _check(min(n, len(steps)), n)
         return _items_from(steps, n), 0, n

@@ -11,14 +11,11 @@ from .checkpoint_files import WRITER
 
 
 class Meetings:
-    """The plan of the meetings of one loop.
-
-    Attributes:
-      at: after how many items the next meeting is; infinite without saves.
-    """
+    """The plan of the meetings of one loop; `at` says after how many items the next one is."""
 
     def __init__(self, done: int, every: float | None) -> None:
         """Plan meetings behind items that are done, with a save `every` so many seconds."""
+        # Without timed saves the loop never meets.
         self.at = float("inf") if every is None else done + 1
         self._every, self._first, self._pace = every or 0.0, done, 1.0
         # When the last save was, or the start, and after how many items.

@@ -1,4 +1,4 @@
-"""Resume: go on with a loop from its last save."""
+"""Resume: continue a loop where the last run stopped."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ class Resumed(Iterator[Any]):
 
     Attributes:
       done: how many items are done, by runs before too.
-      extra: what `extra` returned at the save from which this run goes on; None at a first start.
+      extra: what `extra` returned at the save from which this run continues; None at a first start.
       saving: the seconds for which the loop has waited for saves of this run.
     """
 
@@ -73,7 +73,6 @@ class Resumed(Iterator[Any]):
         ask_from(int(self._group._peers.from_process_0(call, take)))
 
     def load(self) -> None:
-        """Load the newest checkpoint, if there is one."""
 
         def find() -> Checkpoint:
             found = read(self._folder, None)
@@ -118,6 +117,7 @@ class Resumed(Iterator[Any]):
 
     # A global may be gone when Python ends; a default value is not.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Locks and other modules may be gone when Python ends, and the system frees the lock itself.
         if not is_finalizing():
             self._end()
 
@@ -156,6 +156,7 @@ class Resumed(Iterator[Any]):
     @public_api
     def _meet(self) -> None:
         """Learn from process 0, with all others, whether to save, and when to meet again."""
+        # Meetings make a process wait for the slowest one, so they are few: see `Meetings`.
         call = f"synk.resume: a meeting after {self.done} items"
         plan = self._group._peers.from_process_0(call, lambda: json.dumps(self._meetings.plan(self.done)))
         is_due, ahead = json.loads(plan)
@@ -163,15 +164,16 @@ class Resumed(Iterator[Any]):
 
     @public_api
     def _save(self, is_last: bool = False, is_finished: bool = False) -> None:
-        """Save all variables at this item; wait until they are written if it is the last save."""
         start = monotonic()
         extra = None if self._made_extra is None else checked_extra(self._made_extra(), "resume")
+        # What is saved are finished items alone: the loop asks for the next item when its body has ended.
         extra = {"done": self.done, "extra": extra, "is_finished": is_finished}
 
         # The thread that writes does not keep a loop that is left.
         folder, done, keep = self._folder, self.done, self._keep
 
         def begin(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+            # The last save must raise, since nothing comes after it. Any other may fail, and the next one tries again.
             act = write if is_last else _try_to_write
             return WRITER.run(lambda: act(folder, done, about, arrays, keep), f"item {done}", not is_last)
 
@@ -188,13 +190,11 @@ class Resumed(Iterator[Any]):
         raise Preempted
 
     def _finish(self) -> None:
-        """Save at the end, unless a run before has."""
         if not self._is_finished:
             self._save(is_last=True, is_finished=True)
         self._end()
 
     def _end(self, failure: str = "") -> None:
-        """Leave the loop, and give the folder and SIGTERM back."""
         if self._lock is not None:
             self._lock.free()
         if not self._is_over:
@@ -229,23 +229,23 @@ def resume(
     extra: Callable[[], Any] | None = None,
     keep: int | None = 3,
 ) -> Resumed:
-    """Go on with a loop from its last save: load variables, leave out the items that are done, and save in the loop.
+    """Continue a loop where the last run stopped: load variables, leave out the items that are done, save in the loop.
 
-    Call it in a program that is started again after a fault, with the same arguments. The first time it yields all
-    items. Later it loads the newest whole checkpoint, and yields the items that are left. The numbers are those of a
-    run without a fault, to rounding (bit for bit with `blocks=`), on any number of replicas: items after the checkpoint
-    are computed again, and none is left out or counted twice.
+    Call it in a program that is started again after a fault, with the same arguments. The first start yields all
+    items. A later start loads the newest whole checkpoint, and yields the items that are left. The numbers are
+    those of a run without a fault, to rounding (bit for bit with `blocks=`), on any number of replicas: items after
+    the checkpoint are computed again, and none is left out or counted twice.
 
-    Ranges, sequences and `synk.minibatches` are cut by index, also inside `enumerate` and `zip`, whose numbers go on.
-    Loops of `f.iterate` and `f.stream` leave out their first batches, with their values of `synk.each`. Items of any
-    other iterable are asked for and dropped. If such an item calls a synk function, it raises, at a first start too:
-    put `synk.resume` inside, as in `tqdm(synk.resume(batches, ...))`.
+    Ranges, sequences and `synk.minibatches` are cut by index, also inside `enumerate` and `zip`, whose numbers go
+    on. Loops of `f.iterate` and `f.stream` leave out their first batches, with their values of `synk.each`. Items
+    of any other iterable are asked for and dropped. If such an item calls a synk function, it raises, at a first
+    start too: put `synk.resume` inside, as in `tqdm(synk.resume(batches, ...))`.
 
-    While the loop runs, all processes save in the background before the same item, and at its end. A line says which
-    save has failed; the next one tries again. After a SIGTERM they save and raise `synk.errors.Preempted`, which ends
-    the program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start goes on from the
-    last save. A finished loop yields nothing when it is started again. On one machine, `folder="/dev/shm/run"` with a
-    short `save_every` restarts from memory.
+    While the loop runs, all processes save in the background before the same item, and at its end. A line says
+    which save has failed; the next one tries again. After a SIGTERM they save and raise `synk.errors.Preempted`,
+    which ends the program with code 143. After `break`, an error or Ctrl-C nothing is saved, so the next start
+    continues from the last save. A finished loop yields nothing when it is started again. On one machine,
+    `folder="/dev/shm/run"` with a short `save_every` restarts from memory.
 
     Args:
       steps: what the loop goes through; or a function that takes `done` and `extra` and returns the items that are

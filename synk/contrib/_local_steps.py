@@ -65,6 +65,7 @@ class LocalSteps:
         self._trained, self._counts = shared(_NOTHING, "trained"), shared(_counts(0), "counts")
         self.variables = {**model.variables, "trained": self._trained, "counts": self._counts}
         self._every, self._report, self._name = every, report, model.name
+        # Moments of an optimizer belong to the steps of their replica, so they are averaged only on request.
         averaged = [v for name, v in model.variables.items() if name != "opt_state" or optimizer_state]
         self.function = _local_function(model, self._trained, self._counts)
         self._average = _average_function(model, averaged, self._trained, self._counts)
@@ -74,6 +75,7 @@ class LocalSteps:
             variable._cures[model.name] = "Call finish() of the local steps, which averages them by their rows"
             variable._is_averaged = True
         self._set_counts(0, 0)
+        # Loops with `per_launch` ask here how many steps may run in a row, so that a list ends where an average is due.
         self.function._pace = self._pace
 
     def __repr__(self) -> str:
@@ -132,6 +134,7 @@ class LocalSteps:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
+        # After an error the user decides: an average of some steps may not be what a checkpoint should have.
         if kind is None:
             self.finish()
 
@@ -193,11 +196,9 @@ class _Iterating(Iterator[Any]):
 
     @property
     def gives_lists(self) -> bool:
-        """Tell whether an item is a list of results."""
         return self._results.gives_lists
 
     def leave_out(self, n: int) -> tuple[int, int]:
-        """Leave out the first n steps. Return how many of them there were, and how many items they make."""
         return self._results.leave_out(n)
 
 
@@ -214,7 +215,6 @@ def _counts(steps: int) -> dict[str, np.int32]:
 
 
 def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Function:
-    """Make the function that takes one step on each replica."""
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
     params, opt_state, state = model.params, model.opt_state, model.state
 
@@ -241,11 +241,13 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
         params.value, opt_state.value, new_state = after
         if state is not None:
             state.value = new_state
+        # A part of weight 0 may have a loss that is NaN, and NaN * 0 is NaN.
         weighted = jnp.where(weight > 0, value.astype(jnp.float32) * weight, jnp.float32(0))
         trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + weighted}
         return {"loss": Weighted(value, weight), "aux": aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
+        # Counted by the step's own program, so that a checkpoint, or a step that dies, never has one without the other.
         counts.value = {**counts.value, "steps": counts.value["steps"] + 1}
         return (combined["loss"], combined["aux"]) if model.has_aux else combined["loss"]
 
@@ -253,7 +255,6 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
 
 
 def _average_function(model: TrainingModel, averaged: list[Shared], trained: Shared, counts: Shared) -> Function:
-    """Make the function that averages variables by the replicas' weights and returns the mean loss since then."""
     kinds = [kinds_of(variable) for variable in averaged]
 
     def on_replica() -> PyTree:

@@ -98,7 +98,6 @@ class _Ring(NamedTuple):
     reduction: Reduction
 
     def run(self, values: Leaves) -> list[jax.Array]:
-        """Compute the results of a replica's rows."""
         x, y, size = list(values[: self.arguments]), list(values[self.arguments :]), len(self.lengths)
         if self.reduction.name == "concat":
             # All pairs, which results hold, usually need more memory than all rows.
@@ -114,15 +113,20 @@ class _Ring(NamedTuple):
             rows = lengths[(rank + k) % size]
 
             def add(states: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
+                # The last block may be longer than the rows. Its spare pairs are of a row that is there, and do not
+                # count.
                 index = jnp.minimum(block, max_rows - 1)
                 new = self._states(x, [leaf.at[index].get() for leaf in visitors], block < rows)
                 return [self.reduction.accumulate(a, b) for a, b in zip(states, new, strict=True)], None
 
             return lax.scan(add, before, blocks)[0], lax.ppermute(visitors, replica_axis(), to_previous)
 
+        # Shapes and dtypes of results follow from a block of rows; nothing is computed here.
         few = [leaf[:count] for leaf in y]
         shapes = jax.eval_shape(self._states, x, few, blocks[0] < count)
+        # Turns begin with the identity of the op, so the first one needs no program of its own.
         start = [jnp.full(s.shape, self.reduction.identity(s.dtype), s.dtype) for s in shapes]
+        # A loop: unrolled turns would make a program that grows with the number of replicas.
         results = lax.fori_loop(0, size, turn, (start, y))[0]
         dtypes = [result_dtype(pair.dtype, self.reduction.name) for pair in jax.eval_shape(self._pairs, x, few)]
         return [self.reduction.finalize(leaf, None).astype(d) for leaf, d in zip(results, dtypes, strict=True)]

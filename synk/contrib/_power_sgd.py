@@ -63,6 +63,7 @@ class PowerSGD:
           over replicas means the same for any number of replicas.
         """
         matrices = _matrices(jax.tree.leaves(params), self.rank).values()
+        # A fixed seed: every replica and process must begin with the same basis.
         rng = np.random.default_rng(0)
         basis = [rng.normal(size=(columns, self.rank)).astype(np.float32) for _, columns in matrices]
         left_out = [np.zeros(matrix, np.float32) for matrix in matrices]
@@ -86,8 +87,11 @@ class PowerSGD:
             whole = dict(zip(whole, summed[len(matrices) :], strict=True))
             left = [*map(_orthonormal, summed[: len(matrices)])]
             right = [_product(matrix.T, factor) for matrix, factor in zip(matrices, left, strict=True)]
+            # The left factors are the same on all replicas, so the sum of products is the product with the sum of the
+            # right ones.
             whole_right = synk.all_reduce(right, "sum")
             sums = [_product(a, b.T) for a, b in zip(left, whole_right, strict=True)]
+            # Times the number of replicas, as it is kept: see `variables`.
             left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(matrices, left, right, strict=True)]
             are_fine = [_is_finite(*factors) for factors in zip(summed, whole_right, strict=False)]
             # A column of zeros would stay zero in all steps that follow, so the old column takes its place.
@@ -102,11 +106,11 @@ class PowerSGD:
 
 
 def _matrices(leaves: Sequence[Any], rank: int) -> dict[int, tuple[int, int]]:
-    """Return the shape as a matrix of each leaf whose thin factors have fewer numbers, by the number of the leaf."""
     shapes: dict[int, tuple[int, int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
             matrix = leaf.size // max(leaf.shape[-1], 1), leaf.shape[-1]
+            # Factors with more numbers than the matrix would travel for longer.
             if rank * sum(matrix) < leaf.size:
                 shapes[i] = matrix
     return shapes
@@ -119,7 +123,6 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _is_finite(*sums: jax.Array) -> jax.Array:
-    """Return whether all numbers are finite; equal on every replica if the sums are."""
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in sums]).all()
 
 

@@ -65,6 +65,7 @@ def scan(
     first = None if identity is None else _identity(identity, rows, name)
     if exclusive and first is None:
         raise ValueError(f"{name}: exclusive leaves the first row with nothing but the identity; give identity=...")
+    # Two rows, since an op may look right for one row by broadcasting.
     like = rows.tree.unflatten(rows.structs(2))
     change = first_change(like, jax.eval_shape(op_alone, like, like), "x")
     if change is not None:
@@ -83,7 +84,6 @@ def scan(
 
 
 def _identity(identity: PyTree, rows: RowTree, name: str) -> list[np.ndarray]:
-    """Check an identity and return its leaves."""
     leaves, tree = jax.tree.flatten(identity)
     if tree != rows.tree:
         raise ValueError(f"{name}: identity has the tree {tree}, but x has {rows.tree}. Give one row's.")
@@ -98,12 +98,11 @@ def _scan(
     first: Sequence[np.ndarray] | None,
     values: Leaves,
 ) -> list[jax.Array]:
-    """Scan a replica's rows, and put the total of all earlier replicas before them.
-
-    `first` is the result of the first row if a row's own value is left out; else None.
-    """
+    """Scan a replica's rows, and put the total of all earlier replicas before them."""
+    # `first` is the result of the first row if a row's own value is left out; else None.
     rank = lax.axis_index(replica_axis())
     count = jnp.asarray(np.array(lengths, np.int32))[rank]
+    # A scan from the last row is a scan of the reversed rows. The replicas are taken in reverse below.
     rows = [_reversed(value, count) if is_reversed else value for value in values]
     is_row = jnp.arange(rows[0].shape[0], dtype=jnp.int32) < count
 
@@ -113,6 +112,7 @@ def _scan(
         return [b[0], *combine(*(list(map(constant_unless, counts, leaves[1:])) for leaves in (a, b)))]
 
     inside = lax.associative_scan(combine_rows, [is_row, *rows])[1:]
+    # One total of each replica is all that travels.
     totals = all_gather([leaf.at[count - 1].get() for leaf in inside])
     # The replicas that have rows, in the order of the scan, and the place of each replica in it.
     order = np.flatnonzero(lengths)[:: -1 if is_reversed else 1]

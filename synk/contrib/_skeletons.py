@@ -55,7 +55,6 @@ class RowTree(NamedTuple):
 
 
 def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
-    """Check a tree of arrays, and bring its rows to the replicas."""
     if current_trace() is not None:
         raise SynkError(f"{name}: it runs over all replicas, so not inside a synk function, which has its own rows.")
     refuse_sparse(f"{name}: {what}", tree)
@@ -90,10 +89,8 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
 
 
 def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
-    """Return a user's function of rows as one that refuses shared variables and calls over all replicas.
-
-    Programs are kept by the function and its names, so they may depend on nothing else.
-    """
+    """Return a user's function of rows as one that refuses shared variables and calls over all replicas."""
+    # Programs are kept by the function and the names that it reads, so they may depend on nothing else.
     if not (callable(fn) and isinstance(fn, Hashable)):
         raise TypeError(f"{name}: it is given {shown(fn)}; give a function of rows, which has a hash.")
 
@@ -125,13 +122,13 @@ class Skeleton(NamedTuple):
 
 
 def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree]) -> list[Any]:
-    """Run a program; its results have the rows of the first argument."""
     name, rows = skeleton.name, arguments[0].rows
     if skeleton.results not in ("concat", "scatter"):
         raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')
     leaves = [leaf for tree in arguments for leaf in tree.leaves]
     lengths = [lengths_of(len(leaf), group.size) for leaf in leaves]
     is_inlined = any(not isinstance(leaf, Data) for leaf in leaves)
+    # A Data holds real arrays, and under jit or grad there are tracers alone.
     stays = skeleton.results == "scatter" and not is_inlined
 
     def body(*values: jax.Array) -> list[jax.Array]:
@@ -141,6 +138,7 @@ def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree])
     outs = layouts("stacked" if stays else "replicated", skeleton.num_results)
     if is_inlined:
         with own_mesh(name, group):
+            # Tracers lie wherever their trace likes, so rows are brought into equal blocks by equations of the trace.
             blocks = [in_blocks(leaf, counts, None) for leaf, counts in zip(leaves, lengths, strict=True)]
             mapped = jax.jit(spmd(group, body, layouts("rows", len(blocks)), outs))
             return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in blocks]))
@@ -166,11 +164,9 @@ def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree])
 
 
 def _filled(values: Leaves, lengths: Sequence[tuple[int, ...]]) -> Leaves:
-    """Put a real row behind the rows of shorter replicas; `lengths` has the rows of each replica for each array.
-
-    Whatever lies there would otherwise reach the user's function, and its gradients.
-    """
+    """Put a real row behind the rows of shorter replicas; `lengths` has the rows of each replica for each array."""
     rank, leaves = lax.axis_index(replica_axis()), list(values)
+    # Whatever lies behind the rows would otherwise reach the user's function, and NaN made of it the gradients.
     uneven = {i: leaves[i] for i, counts in enumerate(lengths) if counts[-1] < counts[0]}
     # The first replica has rows.
     spares = spare_rows(uneven, rank == 0, may_lack=any(counts[-1] == 0 for counts in lengths))
@@ -183,5 +179,6 @@ def _filled(values: Leaves, lengths: Sequence[tuple[int, ...]]) -> Leaves:
 
 def all_rows(values: Leaves, lengths: Sequence[int]) -> list[jax.Array]:
     """Gather the rows of all replicas, without those that fill up shorter ones."""
+    # Rows that fill up shorter replicas lie behind the real ones of each.
     valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
     return [lax.collapse(leaf, 0, 2).at[valid].get() for leaf in all_gather(values)]

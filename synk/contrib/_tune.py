@@ -105,14 +105,7 @@ def tune(
 
 
 class _Trial(NamedTuple):
-    """A step with some settings, and the call on which it is tried.
-
-    Attributes:
-      settings: the settings, as `Step.with_options` takes them.
-      site: the step's function, its plans and the group.
-      bound: the call's arguments.
-      options: the call's options.
-    """
+    """A step with some settings, as `Step.with_options` takes them, and the call on which it is tried."""
 
     settings: dict[str, Any]
     site: Site
@@ -120,12 +113,10 @@ class _Trial(NamedTuple):
     options: CallOptions
 
     def ready(self) -> ReadyCall:
-        """Prepare the call; compile it first, if that has not been done yet."""
         with LOCK:
             return prepare(self.site, self.bound, self.options)
 
     def run(self) -> Rehearsal:
-        """Run the call on copies of its variables, and wait for it."""
         try:
             with LOCK, translate_peer_errors(self.site.group):
                 drain()
@@ -139,11 +130,11 @@ class _Trial(NamedTuple):
     @property
     def runner(self) -> Runner:
         """Return what runs the step up to the update, as `check` does."""
+        # Outputs are gathered and compared before `then`, as `check` does.
         function = replace(self.site.function.gathering(), then=None)
         return Runner(function, self.site.plans, self.bound, self.options, self.site.home or self.site.group)
 
     def digest(self) -> int:
-        """Return a digest of the compiled text of all programs of the call."""
         plan = self.ready().plan
         return hash(tuple([program.compiled.as_text() for program in (*plan.programs.values(), plan.last)]))
 
@@ -198,16 +189,14 @@ class Tuner:
             yield f"barrier={barrier}", {"barrier": barrier}
             yield "latency hiding scheduler", {"compiler_options": {"xla_gpu_enable_latency_hiding_scheduler": True}}
         for number in slices:
+            # More slices than rows would leave launches without any.
             if number <= max(self._lengths) and number != self._best.options.num_slices:
                 yield f"num_slices={number}", {"num_slices": number}
         for wire in wires if self._group.size > 1 else ():
             yield f"wire={wire!r}", {"wire": wire}
 
     def _try(self, label: str, setting: dict[str, Any], left: int) -> Sequence[str]:
-        """Try a setting beside those of the best, and keep it if it is faster; return what its row shows.
-
-        If `left` settings are left, the trial takes its share of the time.
-        """
+        """Try a setting beside the best, and keep it if it is faster; return what its row shows."""
         start = perf_counter()
         if not self._all_agree(f"whether time is left for {label}", start < self._deadline):
             return "", "", "not tried: no time is left"
@@ -216,6 +205,7 @@ class Tuner:
             return "", "", failure
         # Compiler options and the barrier show in the text that XLA compiles to.
         digest = trial.digest() if setting.keys() <= {"compiler_options", "barrier"} else None
+        # An option that does not apply, or that XLA knows as its default, compiles to the same text.
         if self._all_agree(f"whether {label} has been tried", digest in self._tried):
             return "", "", "the same program as one before"
         self._tried |= {digest} - {None}
@@ -229,6 +219,7 @@ class Tuner:
             if self._group._is_multi_process:
                 raise
             return "", "", _said(error)
+        # Quartiles, since a pause of the machine spoils single rounds.
         low, middle, high = quantiles([mine / best for mine, best in pairs], n=4, method="inclusive")
         # Three standard errors of the median, for normal noise. A gain below 1 % is not worth a setting.
         margin = 3 * (high - low) / len(pairs) ** 0.5
@@ -261,7 +252,6 @@ class Tuner:
         return seconds_text(median(times[1:])), f"{median(times[1:]) / median(best):.3f}", "for iterate and stream"
 
     def _trial(self, setting: dict[str, Any]) -> _Trial:
-        """Return the best with one more setting."""
         settings = {**self._best.settings, **setting}
         if "compiler_options" in setting:
             settings["compiler_options"] = self._best.settings.get("compiler_options", {}) | setting["compiler_options"]
@@ -279,6 +269,7 @@ class Tuner:
             failure = _said(translate_error(error, self._name))
         what, done = f"{self._name}: whether {label} compiles", np.array(not failure)
         try:
+            # All processes take part, those in which it failed too: else the others would wait.
             self._group._peers.compare_values(what, lambda: [done], "It is not chosen.", always=True)
         except DisagreementError:
             failure = failure or "does not compile in another process"
@@ -303,7 +294,6 @@ class Tuner:
         return answer, all(map(admits, one, other))
 
     def _numbers(self, outcome: Outcome) -> list[np.ndarray]:
-        """Return the leaves of a result, and the new values of variables on each replica."""
         numbers = [*map(np.asarray, outcome.leaves)]
         for variable in self._variables:
             ranks = variable._spec.storage.each_on_host(self._group, outcome.updates[variable])
@@ -316,6 +306,7 @@ class Tuner:
         """Run a trial and the best in turns; return the seconds of both in each round."""
 
         def run_both(number: int) -> tuple[float, float]:
+            # In turns first and second: whoever runs second may find a warmer machine.
             if number % 2:
                 return trial.run().seconds, self._best.run().seconds
             best = self._best.run().seconds
@@ -324,11 +315,13 @@ class Tuner:
         start = perf_counter()
         pairs = [run_both(0)]
         fitting = str(min(max(int((until - start) / (perf_counter() - start)), _FEWEST), _MOST))
+        # Process 0 counts the rounds, since clocks differ and a process with one round more would wait for the others.
         rounds = self._group._peers.from_process_0(f"{self._name}: rounds of {label}", lambda: fitting)
         return pairs + [run_both(number) for number in range(1, int(rounds))]
 
     def _all_agree(self, what: str, is_so: bool) -> bool:
         """Return the answer of process 0, which all processes take."""
+        # Times differ between processes, and all must run the same programs.
         return self._group._peers.from_process_0(f"{self._name}: {what}", lambda: str(is_so)) == "True"
 
     def _say(self, line: str) -> None:
@@ -340,7 +333,6 @@ class Tuner:
 
 
 def _said(error: Exception) -> str:
-    """Say in one line why a trial does not run."""
     if isinstance(error, MemoryError):
         return "does not fit into memory"
     return f"does not run: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"

@@ -50,6 +50,8 @@ def _entry(name: str, leaf: Any, check: bool) -> jax.Array:
     key = None
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         key, leaf = jax.random.key_impl(leaf), jax.random.key_data(leaf)
+    # By shard: indexing a leaf that lies over processes is refused, and gathering it would need the memory of all
+    # entries.
     shards = [shard.data for shard in leaf.addressable_shards] if isinstance(leaf, jax.Array) else [leaf]
     first = np.asarray(shards[0])[0]
     if check:
@@ -59,5 +61,6 @@ def _entry(name: str, leaf: Any, check: bool) -> jax.Array:
                     f"synk.contrib.unstack: entries of leaf{name} differ, so it is no value that all devices share. "
                     'Keep it as rows: pass it as a scattered argument, or to synk.data(..., place="scatter").'
                 )
+    # A copy: JAX would share the memory of the view, and keep the whole stacked leaf.
     entry = jax.numpy.asarray(np.array(first))
     return entry if key is None else jax.random.wrap_key_data(entry, impl=key)

@@ -248,6 +248,7 @@ def set_value(rank: int, shared_vars: Variables, values: Any, batch: Any = None,
     new = [values] if isinstance(shared_vars, Shared) else values
     if len(new) != len(found):
         raise ValueError(f"synk.contrib.synkhronos.set_value: {len(found)} variables need a list of as many values.")
+    # An int n picks the first n rows, as in a call; NumPy would pick row n.
     picked = slice(batch) if isinstance(batch, int) else batch
     if batch is not None:
         new = jax.tree.map(lambda leaf: np.asarray(leaf)[picked], [*map(_rows, new)])

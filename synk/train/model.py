@@ -47,9 +47,9 @@ _ASKS_FOR_LOSS = r"missing .* keyword-only argument.*('grad'|'value_fn')|grad_fn
 
 
 def update_of(optax: Any, optimizer: Any) -> Update:
-    """Return the function that takes a step of an optimizer."""
     # The signature tells: some optimizers are a GradientTransformationExtraArgs and take no `value` all the same.
     parameters = inspect.signature(optimizer.update).parameters.values()
+    # Some optimizers scale the step by the loss (optax.contrib.reduce_on_plateau), and ask for it by this name.
     takes_value = any(p.name == "value" or p.kind == p.VAR_KEYWORD for p in parameters)
 
     def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree, PyTree]:
@@ -75,7 +75,6 @@ def update_of(optax: Any, optimizer: Any) -> Update:
 
 
 def _check_dtype(path: Any, before: Any, after: Any) -> None:
-    """Raise TypeError if an update changes the dtype of the state."""
     was, has = getattr(before, "dtype", None), getattr(after, "dtype", None)
     if was is not None and has is not None and was != has:
         raise TypeError(
@@ -87,6 +86,7 @@ def _check_dtype(path: Any, before: Any, after: Any) -> None:
 
 def _check_shape(path: Any, param: Any, update: Any) -> None:
     """Raise ValueError if adding the update would broadcast the update or the parameter."""
+    # jax.numpy would broadcast the sum to a parameter of another shape without a word.
     if param is not None and np.shape(update) != np.shape(param):
         raise ValueError(
             f"synk.train: the optimizer's update of params{keystr(path)} has shape {np.shape(update)}, but that has "
@@ -118,20 +118,13 @@ class GradientSum(Protocol):
 
 
 def is_sum(wire: Any) -> bool:
-    """Tell a wire that adds up gradients itself."""
     return hasattr(wire, "variables") and hasattr(wire, "sum")
 
 
 class StepOptions(NamedTuple):
-    """Arguments of `synk.train.step` as its user gave them, and settings of the programs.
+    """Arguments of `synk.train.step` as its user gave them, and settings of the programs."""
 
-    Local steps have those that they take too. Options of `synk.function` are handed on to it by their names.
-
-    Attributes:
-      has_barrier: whether a barrier may stand between combining and the update.
-      num_slices: the number of slices of calls that name none.
-    """
-
+    # Local steps have the arguments that they take too. Options of `synk.function` are handed on to it by their names.
     loss: Callable[..., Any]
     params: PyTree
     optimizer: Any
@@ -151,6 +144,7 @@ class StepOptions(NamedTuple):
     engine: EngineName = "shard_map"
     compiler_options: Mapping[str, Any] | None = None
     name: str | None = None
+    # Whether a barrier may stand between combining and the update; and the number of slices of calls that name none.
     has_barrier: bool = True
     num_slices: int | Literal["auto"] | None = None
 
@@ -193,6 +187,7 @@ class TrainingModel:
         self._of_wire = self._variables_of_wire(options.wire, call)
         self.variables |= self._of_wire
         for variable in self.variables.values():
+            # A variable that has a step too is none to take the place of another step's variable (`_check_names`).
             variable._has_step = True
         names, given = users_names(), [v for v in (params, state) if isinstance(v, Shared)]
         # Where the user has variables that were given, and the newest one of that time.
@@ -203,7 +198,6 @@ class TrainingModel:
         self.signature = self._signature_of_rows(call)
 
     def _variables_of_wire(self, wire: Any, call: str) -> dict[str, Shared]:
-        """Return the variables that a wire keeps between steps, by name."""
         self._sum: Callable[..., PyTree] | None = wire.sum if is_sum(wire) else None
         if self._sum is None:
             return {}
@@ -215,14 +209,15 @@ class TrainingModel:
         return {**shared_by_all, **of_each}
 
     def _signature_of_rows(self, call: str) -> inspect.Signature:
-        """Return the signature of the loss without parameters and state."""
         signature = inspect.signature(self.loss)
         parameters = list(signature.parameters.values())
         count = 1 if self.state is None else 2
+        # Rows are the loss's other parameters, so that `inputs` may name them.
         first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
         if len(first) < count:
             what = "the parameters" if count == 1 else "the parameters and the state"
             raise TypeError(f"{call}: the loss {self.name}{signature} must take {what} first, and after them rows.")
+        # Parameters that a functools.partial has bound are no rows.
         bound = self.loss.keywords if isinstance(self.loss, functools.partial) else ()
         return signature.replace(parameters=[p for p in parameters if p not in first and p.name not in bound])
 
@@ -234,14 +229,12 @@ class TrainingModel:
         then: Callable[..., PyTree],
         then_of_unreduced: Callable[..., PyTree] | None = None,
     ) -> Function:
-        """Make a function of rows that looks like the loss, in messages and to `inputs`.
-
-        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`.
-        """
+        """Make a function of rows that looks like the loss, in messages and to `inputs`."""
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}
         narrow = options.wire if self._sum is None else None
+        # The gradients alone travel narrowly.
         wire = None if narrow is None else {**dict.fromkeys(ops), "loss": (None, narrow)}
         given: Any = {name: value for name, value in options._asdict().items() if name in Options.__annotations__}
         made = function(fn, options.inputs, ops, **(given | {"then": then, "wire": wire}))
@@ -258,6 +251,8 @@ class TrainingModel:
         )  # fmt: skip
         if self._sum is not None:
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
+            # The step adds up the gradients itself, in `then_of_unreduced`. `plain` is the step that does not, for what
+            # needs the law.
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)
         made._spec = spec
         return made
@@ -265,10 +260,7 @@ class TrainingModel:
     def value_and_grad(
         self, params: PyTree, state: Shared | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[jax.Array, Any, PyTree, PyTree, PyTree]:
-        """Compute the mean loss of a part's rows, its weight, its gradient, the model's new state and the aux outputs.
-
-        The weight is that of a `synk.Weighted` loss, None for others. State and aux outputs are `()` without any.
-        """
+        """Return a part's mean loss, its weight, its gradient, the model's new state and the aux outputs."""
         self._check_names()
         # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
@@ -290,6 +282,7 @@ class TrainingModel:
             return value, (weight, rest)
 
         (mean, (weight, rest)), grads = jax.value_and_grad(value, has_aux=True)(params)
+        # State and aux outputs are `()` where there are none: a tree without leaves combines with nothing.
         new_state: PyTree = ()
         if state is not None:
             new_state = rest[0]
@@ -297,11 +290,8 @@ class TrainingModel:
         return mean, weight, grads, new_state, rest[-1] if self.has_aux else ()
 
     def _check_names(self) -> None:
-        """Raise SynkError if the user has made a variable again since, as by a cell of a notebook that runs twice.
-
-        Once a variable has been made, the next call traces the step anew, and comes here. One that has a step too is
-        none to take the old one's place.
-        """
+        """Raise SynkError if the user has made a variable again since, as by a cell of a notebook that runs twice."""
+        # Once a variable has been made, the next call traces the step anew, and comes here.
         for names, name, variable in self._named:
             now = names.get(name)
             if isinstance(now, Shared) and now is not variable and now._number > self._made and not now._has_step:
@@ -329,10 +319,7 @@ class TrainingModel:
     def step(
         self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """Take a step inside `then`, by a mean gradient or this replica's unreduced part.
-
-        Return the new parameters, the mean gradient and the updates.
-        """
+        """Take a step inside `then`. Return the new parameters, the mean gradient and the updates."""
         if self._sum is not None and unreduced:
             # Unreduced gradients come in their accumulation dtype.
             like = abstract_value(self.params)
@@ -346,6 +333,8 @@ class TrainingModel:
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Return parameters and optimizer state after a step, and the updates of the parameters."""
         if self.options.clip is not None:
+            # Clipped here and not by a chain of optax: clipping has no state, so checkpoints are the same with it and
+            # without.
             grads, _ = self._optax.clip_by_global_norm(self.options.clip).update(grads, self._optax.EmptyState())
         return self._update(grads, opt_state, params, loss)
 
@@ -400,6 +389,7 @@ def kinds_of(variable: Shared) -> PyTree:
     """Return the tree of the kinds of leaves; unsigned integers count as raw PRNG keys."""
 
     def kind(shape: jax.ShapeDtypeStruct, key: Any) -> LeafKind:
+        # Raw PRNG keys are arrays of uint32: nothing else tells them from other unsigned integers.
         if key is not None or jnp.issubdtype(shape.dtype, jnp.unsignedinteger):
             return "key"
         return "number" if jnp.issubdtype(shape.dtype, jnp.inexact) else "count"

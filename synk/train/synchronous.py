@@ -72,7 +72,6 @@ class Step:
         raise AttributeError(f"a training step has no {member!r}{instead_of(member)}")
 
     def _with_slices(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a call, with the step's own number of slices if they name none."""
         slices = self._options.num_slices
         return options if slices is None else {"num_slices": slices} | options
 
@@ -155,7 +154,7 @@ class Step:
     ) -> Step:
         """Make a step by another program over the same shared variables; what is not given stays as it is.
 
-        Both steps may be called, in any order: each goes on from where the other has left the variables.
+        Both steps may be called, in any order: each continues with the values that the other has left.
 
         Args:
           compiler_options: options of XLA by name, in addition to those that the step has.
@@ -184,6 +183,7 @@ class Step:
             check_slices(num_slices, name)
         if not (barrier is None or isinstance(barrier, bool)):
             raise TypeError(f"{name}: barrier is {shown(barrier)}; give True or False.")
+        # Such a wire keeps its feedback in variables of the step, and another step would need its own.
         if is_sum(wire) or (not isinstance(wire, EllipsisType) and is_sum(old.wire)):
             kept = wire if is_sum(wire) else old.wire
             raise ValueError(
@@ -196,6 +196,7 @@ class Step:
             num_slices=old.num_slices if num_slices is None else num_slices,
             engine=engine or old.engine,
         )
+        # Options are checked together, as those of a new step: a wire may not go with the engine, say.
         options = checked_step(options, name)
         return replace(self, function=self._build(options), _options=options)
 
@@ -303,6 +304,7 @@ def _builder(model: TrainingModel) -> Callable[[StepOptions], Function]:
         value, weight, grads, state, aux = model.value_and_grad(held.value, running, args, kwargs)
         loss_and_grads: Any = (value, grads)
         counted: Any = ()
+        # Without a weight the op "mean" weighs by rows.
         if weight is not None:
             # Two values, since the gradient may stay unreduced.
             loss_and_grads = Weighted(value, weight), Weighted(grads, weight)
@@ -317,6 +319,7 @@ def _builder(model: TrainingModel) -> Callable[[StepOptions], Function]:
         if running is not None:
             new_state, counted = combined["state"], combined["counted"]
             if not isinstance(counted, tuple):
+                # If all parts weigh 0, their mean is 0 / 0. The state stays as it is.
                 new_state = jax.tree.map(lambda old, new: jnp.where(counted, new, old), running.value, new_state)
             running.value = new_state
         if average is not None:
@@ -325,6 +328,7 @@ def _builder(model: TrainingModel) -> Callable[[StepOptions], Function]:
         return tuple(results) if len(results) > 1 else value
 
     state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
+    # "counted" tells whether any part had a weight.
     ops = {"loss": "mean", "state": state_ops, "counted": "any"}
     return lambda options: model.function(options, on_part, ops, partial(then, False), partial(then, True))
 
@@ -346,6 +350,7 @@ def _weighted_state(state: Shared, new: PyTree, has_weight: jax.Array) -> PyTree
 
     def of_leaf(kind: LeafKind, new: Any, old: Any) -> Any:
         if kind == "number":
+            # By rows, not by the weight of the loss: statistics such as BatchNorm's are of rows.
             return Weighted(new, rows)
         return jnp.where(has_weight, new, old) if kind == "count" else new
 

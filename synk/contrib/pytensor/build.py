@@ -123,6 +123,7 @@ class _Halves:
         def first(*args: Any) -> Any:
             for variable, value in zip(self._inputs, args, strict=True):
                 _check_value(self._name, variable, value)
+            # One conversion computes parts and weights, which may have equations in common.
             values = self._of_rows(args)
             weights = iter(values[len(self._cuts.parts) :])
             parts = zip(self._cuts.parts, values, strict=False)
@@ -131,7 +132,6 @@ class _Halves:
         return _with_parameters(first, self._name, self._parameters)
 
     def ops(self) -> Any:
-        """Return the ops of what `first` returns."""
         return self._returned([part.op for part in self._cuts.parts])
 
     def then(self) -> Callable[..., Any] | None:
@@ -142,6 +142,7 @@ class _Halves:
         def then(*args: Any) -> Any:
             values = self._of_combined(args)
             for (variable, _), value in zip(self._cuts.updates, values[len(self._following) :], strict=True):
+                # All new values are computed before the first is assigned: updates see the old values.
                 shared(variable).value = as_typed(value, variable)
             following = iter(values)
             return self._arrange([args[p] if isinstance(p, int) else next(following) for p in self._cuts.outputs])
@@ -151,7 +152,6 @@ class _Halves:
         return _with_parameters(then, f"{self._name}.then", [*parameters, *[names[v] for v in self._broadcast]])
 
     def take_variables(self) -> None:
-        """Bring the values of all variables to the devices."""
         updated = [variable for variable, _ in self._cuts.updates]
         for variable in (*self._of_rows.variables, *self._of_combined.variables, *updated):
             shared(variable)
@@ -200,7 +200,6 @@ def _listed(name: str, outputs: Any) -> tuple[list[Output], Arrange]:
 
 
 def _is_pair(output: Any) -> bool:
-    """Check whether an output is (expression, op)."""
     return (
         isinstance(output, tuple) and len(output) == 2 and not isinstance(output[1], Variable | tuple | synk.Weighted)
     )
@@ -268,6 +267,7 @@ def _parameters(inputs: Sequence[Variable]) -> list[str]:
     names: list[str] = []
     for i, variable in enumerate(inputs):
         name = variable.name or ""
+        # Names of variables may be anything, given twice, or an option of a call.
         is_name = name.isidentifier() and not keyword.iskeyword(name) and name not in (*names, *OPTIONS)
         names.append(name if is_name and not name.startswith(("combined_", "input_")) else f"input_{i}")
     return names
@@ -280,6 +280,7 @@ def _check_value(name: str, variable: Variable, value: jax.Array) -> None:
     if not has_shape:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"{name}: its input {variable} has shape {value.shape} on a replica; expected ({wanted}).")
+    # Weak types are Python numbers, which PyTensor casts within their kind.
     if not np.can_cast(value.dtype, dtype, "same_kind" if value.weak_type else "safe"):
         raise TypeError(f"{name}: its input {variable} is of {value.dtype}; the graph says {dtype}. Cast it.")
 
@@ -292,6 +293,7 @@ def _with_parameters(fn: Callable[..., Any], name: str, parameters: Sequence[str
     def with_parameters(*args: Any, **kwargs: Any) -> Any:
         return fn(*signature.bind(*args, **kwargs).args)
 
+    # A signature of its own, since synk.function finds inputs by their names.
     with_parameters.__name__ = name
     with_parameters.__signature__ = signature
     return with_parameters

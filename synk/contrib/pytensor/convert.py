@@ -50,6 +50,7 @@ class Converted:
         self.variables = [v for v in inputs_of(outputs) if isinstance(v, SharedVariable)]
         self._inputs = [*inputs, *self.variables]
         self._outputs = outputs
+        # Rewriting a graph is slow, and uneven rows trace it for two numbers of rows.
         self._for_shapes = lru_cache(maxsize=32)(self._convert)
 
     def __call__(self, arguments: Sequence[Any]) -> list[jax.Array]:
@@ -67,7 +68,6 @@ class Converted:
         return [as_typed(value, variable) for value, variable in zip(outputs, self._outputs, strict=True)]
 
     def _convert(self, shapes: tuple[tuple[int, ...], ...], has_64_bits: bool) -> Callable[..., Any]:
-        """Make the JAX function for inputs of these shapes."""
         shaped: dict[Variable, Variable] = {
             variable: pt.tensor(name=variable.name, dtype=variable.type.dtype, shape=_static_shape(shape, variable))
             for variable, shape in zip(self._inputs, shapes, strict=True)

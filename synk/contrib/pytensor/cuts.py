@@ -67,15 +67,7 @@ def check_inputs(name: str, inputs: Sequence[Variable], expressions: Sequence[Va
 
 
 def cut(name: str, rows: Set[Variable], combine: Sequence[Output], outputs: Sequence[Output], updates: Updates) -> Cuts:
-    """Cut a graph at what `combine` names and at outputs that depend on rows.
-
-    Args:
-      name: what messages call the graph.
-      rows: the inputs that are scattered.
-      combine: what the user names to combine before anything else uses it.
-      outputs: the user's outputs.
-      updates: pairs of variable and new expression.
-    """
+    """Cut a graph at what `combine` names and at outputs that depend on rows, which come by the inputs `rows`."""
     parts = _distinct(name, combine)
     named = {part.expression for part in parts}
     of_rows = {expression for expression in named if reached(expression, by_value=True) & rows}
@@ -111,7 +103,6 @@ def cut(name: str, rows: Set[Variable], combine: Sequence[Output], outputs: Sequ
 
 
 def _distinct(name: str, combine: Sequence[Output]) -> list[Output]:
-    """List what `combine` names, each expression once."""
     by_expression: dict[Variable, Output] = {}
     for output in combine:
         before = by_expression.setdefault(output.expression, output)
@@ -171,6 +162,7 @@ def _follow(cuts: Cuts, followed: Set[Variable]) -> Cuts:
     """Put inputs for the combined values of parts into what follows from them."""
     combined = [part.expression.type(name=part.expression.name) for part in cuts.parts]
     pairs = zip(cuts.parts, combined, strict=True)
+    # Only parts whose combined value has the shape of a replica's value stand for it: see `WHOLE`.
     stand_ins: dict[Variable, Variable] = {p.expression: value for p, value in pairs if p.expression in followed}
     following = [place for place in cuts.outputs if isinstance(place, Variable)]
     following += [new for _, new in cuts.updates]

@@ -42,6 +42,7 @@ class _Storage(list):
             list.__setitem__(cells, 0, _HeldElsewhere())
 
     def __reduce__(self) -> Any:
+        # Pickled with its value, as PyTensor's own list: another process has no variable of synk's.
         return list, ([self[0]],)
 
     def check(self) -> None:
@@ -107,6 +108,7 @@ def shared(variable: SharedVariable) -> synk.typing.Shared:
     before = container.storage
     before[0] = _HeldElsewhere()
     container.storage = _Storage(held, variable.type.dtype, before)
+    # PyTensor's own container stays the object that its functions refer to, so it is the class that changes.
     container.__class__ = _Container
     return held
 

@@ -17,14 +17,12 @@ def inputs_of(expressions: Sequence[Variable]) -> list[Variable]:
 
 
 def reached(expression: Variable, stops: Set[Variable] = frozenset(), by_value: bool = False) -> set[Variable]:
-    """Collect the inputs and `stops` on which an expression depends, without looking past `stops`.
-
-    With `by_value`, inputs that only give a shape do not count.
-    """
+    """Collect the inputs and `stops` on which an expression depends, without looking past `stops`."""
 
     def expand(variable: Variable) -> Sequence[Variable]:
         if variable.owner is None or variable in stops:
             return []
+        # By value, inputs that only give a shape do not count: shapes are known before any rows are combined.
         return _value_inputs(variable.owner) if by_value else variable.owner.inputs
 
     visited = walk([expression], expand, bfs=False)
@@ -49,5 +47,4 @@ def nodes(expressions: Sequence[Variable]) -> Iterator[Apply]:
 
 
 def described(expression: Variable) -> str:
-    """Describe an expression in a message: by its name, else by its op."""
     return expression.name or f"{expression.owner.op if expression.owner else expression}"
