@@ -182,6 +182,30 @@ def test_contrib_imports_no_other_private_names(name):
     assert private_names(name) == set(PRIVATE.get(name.removeprefix("contrib."), "").split())
 
 
+MUTABLE = re.compile(
+    r"(\w+\.)?(count|Lock|RLock|local|ContextVar|Weak\w+|deque|Event|Watchdog|Writer|JaxPeers|_CurrentGroup)"
+)
+GLOBALS = 28  # names that a process changes; each has its reason beside it
+
+
+def test_globals_have_reasons():
+    """What a module changes while the process runs stands below a comment that says why, and there is no more of it."""
+    found = []
+    for name, tree in MODULES.items():
+        changed = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+        for node in tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None or room(name) == "contrib":
+                continue
+            target = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            is_made = isinstance(node.value, ast.Call) and MUTABLE.fullmatch(ast.unparse(node.value.func).split("[")[0])
+            is_empty = isinstance(node.value, ast.Dict | ast.List) and not ast.unparse(node.value)[1:-1]
+            if target in changed or is_made or is_empty or ast.unparse(node.value) == "set()":
+                found.append(f"{name}.{target}")
+                said = TEXTS[name][node.lineno - 2] + TEXTS[name][node.lineno - 1]
+                assert "#" in said, f"{found[-1]}: why is it there?"
+    assert len(found) <= GLOBALS, found
+
+
 def test_no_circle_of_imports():
     """Modules can be read in an order in which each knows only those before it."""
     assert len([*TopologicalSorter(GRAPH).static_order()]) >= len(GRAPH)

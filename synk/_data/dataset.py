@@ -21,6 +21,7 @@ from .sources import Reader, Source, as_number_dtype, as_rows, index_within, rea
 
 T = TypeVar("T")
 
+# Names of data that was given none: messages tell one from another.
 _numbers = count()
 # Each `Data` by its id, since a write through one may change rows that others hold.
 _alive: WeakValueDictionary[int, Data] = WeakValueDictionary()

@@ -14,7 +14,9 @@ SMALL = 1 << 16
 # The most bytes that are kept for later.
 LIMIT = 1 << 29
 
+# Memory of transfers that are over, by size: to ask the system for it again costs a page fault a page.
 _free: dict[int, list[np.ndarray]] = {}
+# The bytes in `_free`, which stay below LIMIT.
 _kept = 0
 # Reentrant: the garbage collector may return memory while this thread asks for some.
 _lock = threading.RLock()

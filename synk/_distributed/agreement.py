@@ -183,6 +183,7 @@ class JaxPeers(Peers):
         return None if error is None else self.end(error)
 
 
+# The other processes are those of the one JAX runtime that a process has.
 PEERS = JaxPeers()
 
 

@@ -31,6 +31,7 @@ NOTICE_SECONDS = 1.5  # for which process 0 stays when it fails
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 
 _LEAVING = threading.RLock()  # never released: the first thread that leaves has the last word
+# A process attends to the others once, however many groups it makes.
 _is_attending = False
 
 

@@ -34,7 +34,9 @@ class Constant:
         return home._cached(self, None, lambda: put(home, self.value, "replicated"))
 
 
+# By digest, since two functions may capture copies of one table.
 _by_key: WeakValueDictionary[tuple[Any, ...], Constant] = WeakValueDictionary()
+# Equal captured arrays are sent once: found by the array's id, and by its bytes.
 _by_array: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 
 

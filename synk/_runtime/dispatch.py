@@ -18,6 +18,7 @@ _HELD_BACK = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", 
 
 _SIGINT = int(signal.SIGINT)
 
+# Calls and commits of all threads take turns: updates of a call take effect together.
 LOCK = threading.RLock()
 _get_ident = threading.get_ident
 _MAIN = threading.main_thread().ident

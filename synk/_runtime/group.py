@@ -37,6 +37,7 @@ from .dispatch import CPU_CAN_WEDGE, LOCK, call_in_helpers
 # Its name in every group's mesh.
 AXIS = "replica"
 
+# Each thread traces functions of its own, whose axis may have another name.
 _name = ContextVar("name of the replicas' axis", default=AXIS)
 
 
@@ -331,6 +332,7 @@ def _lines() -> Iterator[tuple[str, int, int]]:
             yield frame.f_code.co_filename, id(frame), line
 
 
+# The current group of the process, as users see it by `synk.group()`.
 CURRENT = _CurrentGroup()
 
 

@@ -26,4 +26,5 @@ class Watchdog:
                 faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__ or 2)
 
 
+# faulthandler has one timer a process.
 WATCHDOG = Watchdog()

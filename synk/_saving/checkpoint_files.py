@@ -34,6 +34,7 @@ _SAVING = re.compile(r"\.saving-step-\d{8,}-(.*)-(\d+)-\d+")
 _DAY = 24 * 60 * 60
 # Names of the folders that this process is writing.
 _UNDER_WAY: set[str] = set()
+# Tells folders that are being written apart, of threads too.
 _COUNT = itertools.count()
 
 
@@ -354,6 +355,7 @@ class Writer:
             print(self._failure, file=sys.stderr)
 
 
+# One thread writes, so that saves of a process end in their order.
 WRITER = Writer()
 atexit.register(WRITER.report)
 # A forked helper has no thread that writes: it would wait for ever, at its end too.

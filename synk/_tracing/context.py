@@ -18,6 +18,7 @@ from .._base.pytree import PyTree, check_key
 from .._runtime.dispatch import LOCK, retire_finished
 from .._runtime.group import AXIS, current_group
 
+# Threads trace at once, each its own function.
 _local = threading.local()
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _fresh = jax.make_user_context(None)
