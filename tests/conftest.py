@@ -25,21 +25,22 @@ def no_group_is_left():
 
 
 @pytest.fixture
-def group():
-    """Make a group of two replicas on two devices."""
-    with group_of("devices", 2) as group:
+def group(request):
+    """Make a group of two replicas on two devices, or of three on one if the test asks for simulated ones."""
+    kind = getattr(request, "param", "devices")
+    with group_of(kind, 3 if kind == "simulated" else 2) as group:
         yield group
 
 
-@pytest.fixture(params=first_of(("devices", 4), ("devices", 1), ("simulated", 4)), ids=str)
+@pytest.fixture(params=first_of(("devices", 4), ("simulated", 4)), ids=str)
 def on_group(request):
-    """Make a group of four replicas on four devices; among the slow tests, of one, and of some on one device."""
+    """Make a group of four replicas on four devices; among the slow tests, on one device."""
     with group_of(*request.param) as group:
         yield group
 
 
 @pytest.fixture
-def four():
-    """Make a group of four replicas on four devices."""
-    with group_of("devices", 4) as group:
+def four(request):
+    """Make a group of four replicas on four devices, or on one if the test asks for simulated ones."""
+    with group_of(getattr(request, "param", "devices"), 4) as group:
         yield group

@@ -53,6 +53,11 @@ def first_of(quick, *others):
     return [quick, *map(slow, others)]
 
 
+def also_simulated(fixture):
+    """The replicas of `group` or `four` on devices, and for slow tests on one: they hold and combine by programs of their own."""
+    return pytest.mark.parametrize(fixture, first_of("devices", "simulated"), indirect=True)
+
+
 def few(examples):
     """So many hypothesis examples: each may compile, so none has a deadline, and every run draws the same."""
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None)

@@ -15,7 +15,7 @@ import synk.train
 
 from .helpers import numbers, raised_by
 
-pytestmark = [pytest.mark.usefixtures("four"), pytest.mark.smoke]
+pytestmark = pytest.mark.usefixtures("four")
 
 X = numbers(9)
 MANY = jax.device_count() + 1
@@ -594,6 +594,7 @@ def test_a_users_own_error_arrives_as_it_is():
         assert traceback.extract_tb(caught.tb)[-1].name == "fails"
 
 
+@pytest.mark.smoke
 def test_an_error_of_jax_in_the_users_code_shows_the_users_line():
     """The last line of the user's in the traceback is the one at fault."""
 
@@ -669,6 +670,7 @@ def branches(amount):
     return amount if amount.sum() > 0 else -amount
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [6, 7])
 @pytest.mark.parametrize("how", ["call", "serial", "check", "compile", "jit"])
 def test_errors_of_tracing_name_the_users_function(group, how, rows):
@@ -680,6 +682,7 @@ def test_errors_of_tracing_name_the_users_function(group, how, rows):
     assert "leaves[" not in message
 
 
+@pytest.mark.smoke
 def test_errors_of_tracing_name_parts_of_arguments(group):
     """Of a tree, the leaf; in then, its parameter."""
     f = synk.function(lambda tree: tree["a"] if tree["b"].sum() > 0 else 0)
@@ -692,6 +695,7 @@ def misspelt(x):
     return x * undefined_weight  # noqa: F821  # pyright: ignore[reportUndefinedVariable]  # the NameError is the test
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [6, 7])
 @pytest.mark.parametrize("how", ["call", "serial", "check", "compile", "then", "iterate"])
 def test_errors_of_the_user_show_the_users_lines(group, how, rows):

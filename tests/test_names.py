@@ -156,7 +156,6 @@ MISTYPED = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("call", MISTYPED)
 def test_mistyped_options(call):
     """A keyword that is nearly an option of the call names that option, once."""

@@ -407,10 +407,10 @@ def test_a_row_that_is_not_finite(four, engine):
 
 
 def draws():
-    """Sixty drawn programs, groups and rows."""
+    """Drawn programs, groups and rows."""
     random = np.random.default_rng(52)
     groups = [("devices", 1), ("devices", 3), ("devices", 4), ("devices", 8), ("simulated", 4)]
-    for _ in range(60):
+    for _ in range(20):
         group = groups[random.integers(len(groups))]
         program, engine = PROGRAMS[random.integers(len(PROGRAMS))], ("shard_map", "jit")[random.integers(2)]
         yield pytest.param(program, engine, *group, int(random.integers(1, 18)))

@@ -242,6 +242,7 @@ def test_another_axis_of_maps_and_training():
             step(numbers(8))
 
 
+@pytest.mark.parametrize("on_group", [("devices", 4)], ids=str, indirect=True)
 @pytest.mark.parametrize("name", [None, 3, "", ("a", "b")])
 def test_names(name):
     """A name is a string."""

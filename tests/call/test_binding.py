@@ -277,8 +277,10 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 3), slow("devices", 1), slow("simulated", 4)])
-@pytest.mark.parametrize("form", SPARSE)
+@pytest.mark.parametrize(
+    ("kind", "n", "form"),
+    [*[("devices", 3, form) for form in SPARSE], slow("devices", 1, "BCOO"), slow("simulated", 4, "BCSR")],
+)
 def test_sparse_arrays(kind, n, form):
     """Are refused where replicas would get parts, or combine some, and work where all have the whole."""
     matrix, x = SPARSE[form](), np.ones(4, np.float32)

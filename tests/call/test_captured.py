@@ -86,15 +86,8 @@ def close(got, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
 
 
-@pytest.mark.parametrize("replicas", [smoke(4), slow(1)])
 @pytest.mark.parametrize(
-    "value",
-    [
-        smoke("value"),
-        pytest.param("explicit", marks=[pytest.mark.slow, pytest.mark.smoke]),
-        *map(slow, [*VALUES][1:4]),
-        *map(slow, [*VALUES][5:]),
-    ],
+    ("value", "replicas"), [smoke("value", 4), *[slow(value, 4) for value in [*VALUES][1:]], slow("rows", 1)]
 )
 def test_captured_arrays_do_what_numpy_arrays_do(value, replicas):
     """Called, serially, checked, in slices, and under jit; fresh and warm, whether rows divide or not."""
@@ -114,7 +107,7 @@ def test_captured_arrays_do_what_numpy_arrays_do(value, replicas):
         close(many(x), wanted)
 
 
-@pytest.mark.parametrize("value", [smoke("value"), *map(slow, [*VALUES][1:])])
+@pytest.mark.parametrize("value", [smoke("value"), *map(slow, ("rows", "explicit", "one device"))])
 def test_gradients_go_through_what_meets_captured_arrays(value):
     """Inside, in then, and under an outer grad, where JAX asks custom rules late."""
     with group_of("devices", 4):
@@ -176,9 +169,7 @@ def test_small_numbers_of_half_a_byte_may_be_captured():
         assert f(np.arange(7)).tolist() == [-4, -3, -2, -1, 0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "value", [*map(smoke, ("value", "explicit")), *map(slow, [*VALUES][1:4]), *map(slow, [*VALUES][5:])]
-)
+@pytest.mark.parametrize("value", [*map(smoke, ("value", "explicit")), *map(slow, ("rows", "one device"))])
 def test_backward_rules_may_capture_values(value):
     """JAX traces the backward rule of a custom_vjp only when it is asked for a gradient; None is a gradient of it too."""
     with group_of("devices", 4):
@@ -211,8 +202,15 @@ def test_inner_jits_may_name_shardings():
 
 
 @needs_devices(4)
-@pytest.mark.parametrize(("kind", "replicas"), [("devices", 4), slow("devices", 1), slow("simulated", 3)])
-@pytest.mark.parametrize("capture", [slow("array"), slow("NumPy"), smoke("inner jit")])
+@pytest.mark.parametrize(
+    ("capture", "kind", "replicas"),
+    [
+        smoke("inner jit", "devices", 4),
+        slow("array", "devices", 4),
+        slow("NumPy", "devices", 1),
+        slow("inner jit", "simulated", 3),
+    ],
+)
 def test_large_captured_arrays_are_arguments_of_programs(capture, kind, replicas):
     """XLA folds nothing that they make, copies none of them in branches, and compiles without their numbers."""
     table = np.random.default_rng(0).random((4000, 10), np.float32)

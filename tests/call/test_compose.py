@@ -10,7 +10,17 @@ from jax.sharding import AxisType
 
 import synk
 
-from ..helpers import DIFFERENTIABLE, assert_close, chosen, group_of, needs_devices, numbers, slow, smoke
+from ..helpers import (
+    DIFFERENTIABLE,
+    also_simulated,
+    assert_close,
+    chosen,
+    group_of,
+    needs_devices,
+    numbers,
+    slow,
+    smoke,
+)
 from ..helpers import combined as by_op
 
 W = np.array([0.5, -1.0], np.float32)
@@ -24,13 +34,6 @@ def weigh(w, x):
 
 
 combined = synk.function(weigh, {"w": "broadcast"}, {op: op for op in DIFFERENTIABLE})
-
-
-@pytest.fixture(params=["devices", slow("simulated")])
-def four(request):
-    """Make a group of four replicas on four devices; among the slow tests, on one device."""
-    with group_of(request.param, 4) as group:
-        yield group
 
 
 @pytest.mark.smoke
@@ -96,8 +99,14 @@ def gradients(call, x):
     return jax.grad(loss, (0, 1))(jnp.asarray(W), jnp.asarray(x))
 
 
-@pytest.mark.parametrize("rows", [slow(2), slow(8), smoke(9)])
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.parametrize(
+    ("op", "rows"),
+    [
+        *[smoke(op, 9) for op in DIFFERENTIABLE],
+        *[slow(op, 2) for op in DIFFERENTIABLE[::2]],
+        *[slow(op, 8) for op in DIFFERENTIABLE[1::2]],
+    ],
+)
 def test_gradient_of_every_op(op, rows):
     """As that of the serial function, over dividing rows, others and fewer than replicas."""
     x = numbers(rows)
@@ -113,6 +122,7 @@ def test_gradient_through_transformations(four, transform):
     assert_close(got, jax.tree.map(np.asarray, gradients(weigh, X)), rtol=1e-4)
 
 
+@also_simulated("four")
 def test_gradient_of_weighted(four):
     """Parts of weight 0 count for nothing in the gradient too, NaN included."""
 
@@ -164,6 +174,7 @@ def test_gradients_of_stack_and_callables(four):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_second_derivatives(four):
     """Forward over reverse, over rows that do not divide."""
     f = synk.function(lambda w, x: jnp.mean((x @ w) ** 2), {"w": "broadcast"}, "mean")
@@ -171,6 +182,7 @@ def test_second_derivatives(four):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_jvp(four):
     """A derivative in one direction."""
     f = synk.function(lambda w, x: jnp.mean(x @ w), {"w": "broadcast"}, "mean")
@@ -205,6 +217,7 @@ def test_concrete_batch(four, batch):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_traced_batch(four):
     """An integer array may be traced, negative indexes as in NumPy; other values need no other program."""
     traces = []
@@ -230,6 +243,7 @@ def test_concrete_batch_is_checked(four):
         jax.jit(lambda x: f(x, batch=[9]))(X)
 
 
+@also_simulated("four")
 def test_then_and_statics(four):
     """What follows the combined outputs is part of the operation."""
 
@@ -251,6 +265,7 @@ def test_output_subset(four):
     assert_close(jax.jit(lambda x: f(x, output_subset=[1]))(X), (X.max(),))
 
 
+@also_simulated("four")
 def test_two_calls_in_one_program(four):
     """The rows of one call feed the next: a data-parallel part of a larger network."""
     double = synk.function(lambda x: x * 2, reduce="concat")
@@ -259,6 +274,7 @@ def test_two_calls_in_one_program(four):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_inside_scan(four):
     """A call may be the body of a loop."""
     f = synk.function(lambda w, x: (x * w[None]).mean(0), {"w": "broadcast"}, "mean")
@@ -267,6 +283,7 @@ def test_inside_scan(four):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_typed_keys(four):
     """Keys are traced as values are."""
     f = synk.function(lambda keys: jax.vmap(jax.random.normal)(keys), reduce="concat")
@@ -329,6 +346,7 @@ def test_a_traced_batch_of_nothing(group):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_named_axes_around(four):
     """A function may ask for the axis of a vmap around it; the next one, of another size or without, has its own."""
     f = synk.function(lambda x: x.sum() * lax.axis_size("i"), name="f")
@@ -370,6 +388,7 @@ def test_meshes_around(four, kind):
                 assert_close(jax.jit(lambda x: f(x))(x), (x * x).sum(), rtol=1e-4)  # noqa: B023
 
 
+@also_simulated("four")
 def test_nan_in_wide_extremes(four):
     """XLA's CPU backend loses NaN in them."""
     x = np.stack([numbers(1001)[:, 0]] * 4)
@@ -401,6 +420,7 @@ def test_serial_refuses_to_run_under_a_transformation(four):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_first_under_jit_is_the_first_replicas_everywhere(four):
     """Under a transformation the value is the first replica's for all that follows, and so is its gradient."""
     first = synk.function(lambda x: x[0], reduce="first")
@@ -422,7 +442,6 @@ def test_batch_s_under_jit_raises(four):
         jax.jit(lambda x: synk.function(jnp.sum)(x, batch_s=2))(EIGHT)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
 @pytest.mark.parametrize(
     ("option", "words"),

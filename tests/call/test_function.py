@@ -13,7 +13,7 @@ import pytest
 
 import synk
 
-from ..helpers import SERIAL, assert_close, members, needs_devices, numbers, parts_of, slow
+from ..helpers import SERIAL, assert_close, members, needs_devices, numbers, parts_of, slow, smoke
 
 pytestmark = pytest.mark.usefixtures("four")
 
@@ -98,7 +98,6 @@ KINDS_OF_ARRAYS = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [8, 9])
 @pytest.mark.parametrize("kind", KINDS_OF_ARRAYS)
 def test_kinds_of_arrays(kind, rows):
@@ -324,8 +323,7 @@ def test_a_function_without_rows():
 # Where results lie.
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("rows", [8, 9, 2])
+@pytest.mark.parametrize("rows", [8, smoke(9), 2])
 @pytest.mark.parametrize("op", [*SERIAL, "stack", lambda parts: parts.sum(0)])
 def test_results_lie_on_every_replica(op, rows):
     """Whole, on each of the group's devices."""

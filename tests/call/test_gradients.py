@@ -45,9 +45,8 @@ def assert_gradient(of, want, path):
 
 
 def every(quick):
-    """These, and for slow tests fewer rows than replicas, as many, and more."""
-    cases = [(*group, rows) for group in GROUPS for rows in (1, group[1], 7)]
-    return [*quick, *(slow(*case) for case in cases if case not in quick)]
+    """These, and for slow tests fewer rows than replicas, and more."""
+    return [*quick, *(slow(*group, rows) for group, rows in zip(GROUPS, (1, 7), strict=True))]
 
 
 @pytest.mark.parametrize(("kind", "n", "rows"), every([("simulated", 3, 4)]))

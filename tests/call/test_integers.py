@@ -9,7 +9,7 @@ import synk
 
 from ..helpers import group_of, mapped, numbers, slow
 
-GROUPS = [("devices", 3), slow("devices", 1), slow("devices", 4), slow("devices", 8), slow("simulated", 3)]
+GROUPS = [("devices", 3), slow("devices", 1), slow("simulated", 3)]
 in_every_group = pytest.mark.parametrize(("kind", "n"), GROUPS)
 REFUSED = r"2147483648 .* int32\. Give smaller numbers .* or set jax_enable_x64"
 # Of eleven rows the last one is too large.
@@ -48,8 +48,16 @@ WAYS = {
 }
 
 
-@in_every_group
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "n", "way"),
+    [
+        *[("devices", 3, way) for way in WAYS],
+        slow("devices", 1, "of jax"),
+        slow("devices", 1, "scatter"),
+        slow("simulated", 3, "numpy"),
+        slow("simulated", 3, "broadcast"),
+    ],
+)
 def test_rows(kind, n, way):
     """Refused in every call that takes them, by name, and never in one that leaves them out."""
     f, given = synk.function(lambda x: (x, x.max()), outputs=("concat", "max"), name="f"), WAYS[way](IDS)
@@ -85,7 +93,7 @@ def test_many_rows(kind, n):
                     extremes(bad, batch=batch)
 
 
-@in_every_group
+@pytest.mark.parametrize(("kind", "n"), GROUPS[:1])
 @pytest.mark.parametrize(
     "value",
     [2**31, np.int64(2**31), IDS, IDS.tolist(), of_jax(IDS), rows_of_file(IDS), synk.data(IDS), np.array(2**31)],
@@ -191,7 +199,7 @@ def test_loops(kind, n):
             f.over(IDS, batches=batches)
 
 
-@in_every_group
+@pytest.mark.parametrize(("kind", "n"), GROUPS[:1])
 @pytest.mark.parametrize("wrap", [lambda call: call, jax.jit])
 def test_under_jit_and_in_skeletons(kind, n, wrap):
     """Where a call is traced into another one, and in programs over all rows."""

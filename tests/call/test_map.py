@@ -11,12 +11,9 @@ from jax import lax
 
 import synk
 
-from ..helpers import SERIAL, assert_close, assert_same, first_of, numbers, slow, slow_but
+from ..helpers import SERIAL, assert_close, assert_same, numbers, slow, slow_but
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("on_group")]
-
-
-EVERY = [("devices", 1), ("devices", 4), ("devices", 8), ("simulated", 3)]
 
 
 def chain(key, start, scale):
@@ -72,7 +69,12 @@ def test_a_single_row_has_no_axis():
     assert f.name == "rows"
 
 
-@pytest.mark.parametrize("rows", [4, 7, 2])
+@pytest.mark.parametrize(
+    ("on_group", "rows"),
+    [*[(("devices", 4), rows) for rows in (4, 7, 2)], slow(("devices", 1), 2), slow(("simulated", 4), 7)],
+    indirect=["on_group"],
+    ids=str,
+)
 def test_ops_over_rows(rows):
     """Each combines over all rows, however they are dealt out and sliced."""
     x = numbers(rows, 3) + 1
@@ -153,8 +155,12 @@ def test_refusals():
         synk.map(lambda x: x, outputs="concatenate")
 
 
-@pytest.mark.parametrize("on_group", first_of(("devices", 3), *EVERY), ids=str, indirect=True)
-@pytest.mark.parametrize("rows", [slow(12), 11])
+@pytest.mark.parametrize(
+    ("on_group", "rows"),
+    [(("devices", 3), 11), slow(("devices", 1), 11), slow(("devices", 8), 11), slow(("simulated", 3), 12)],
+    indirect=["on_group"],
+    ids=str,
+)
 def test_a_row_has_a_number_and_a_key_of_its_own(rows):
     """Those of `row_keys(key, rows)`, on any replicas and slices; with a batch those of the selection."""
 
@@ -188,8 +194,18 @@ def weighted(loss, tokens):
     return {"a": synk.Weighted({"loss": loss, "first": loss[0], "three": 3}, tokens), "b": loss}
 
 
-@pytest.mark.parametrize("rows", [slow(12), 11, 1])
-@pytest.mark.parametrize("dtype", ["int32", slow("float32"), slow("float16")])
+@pytest.mark.parametrize(
+    ("on_group", "dtype", "rows"),
+    [
+        *[(("devices", 4), "int32", rows) for rows in (11, 1)],
+        slow(("devices", 4), "float32", 12),
+        slow(("devices", 1), "float32", 11),
+        slow(("simulated", 4), "float16", 11),
+        slow(("simulated", 4), "int32", 1),
+    ],
+    indirect=["on_group"],
+    ids=str,
+)
 def test_weighted_rows(rows, dtype):
     """Their mean by weight; a row of weight 0 counts for nothing, NaN included, and no weight at all gives NaN."""
     loss = numbers(rows, 3)
@@ -211,7 +227,7 @@ def test_weighted_rows(rows, dtype):
     assert_close(narrow.astype(np.float32), want["loss"], rtol=1e-2)
 
 
-@pytest.mark.parametrize("rows", [slow(12), 11])
+@pytest.mark.parametrize("rows", [11])
 def test_rows_of_weight_0_bring_no_nan_into_gradients(rows):
     """Where a row divides by its own weight too."""
     x, mask = numbers(rows, 4), np.random.default_rng(0).random((rows, 4)) < 0.6

@@ -11,7 +11,7 @@ import synk.train
 
 from ..helpers import assert_close, assert_same, first_of, group_of, needs_devices
 
-KINDS = first_of(("devices", 4), ("simulated", 1), ("devices", 1), ("simulated", 3), ("devices", 8))
+KINDS = first_of(("devices", 4), ("devices", 1), ("simulated", 3))
 ROWS = np.arange(13, dtype=np.float32)
 
 

@@ -165,8 +165,9 @@ BATCHES_S = {
 in_every_form = pytest.mark.parametrize("form", BATCHES_S)
 
 
-@in_every_form
-@pytest.mark.parametrize(("kind", "slices"), [slow("devices", 1), ("simulated", 2)])
+@pytest.mark.parametrize(
+    ("kind", "slices", "form"), [slow("devices", 1, "indexes"), *[("simulated", 2, form) for form in BATCHES_S]]
+)
 def test_batch_s_of_scattered_data(kind, slices, form):
     """Each replica picks of its own rows; host and minibatch rows go with what all pick; serial does the same."""
     batch_s, index = BATCHES_S[form]
@@ -269,8 +270,14 @@ class File:
         self.x[index] = rows
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 3), slow("devices", 1), slow("devices", 8), slow("simulated", 3)])
-@pytest.mark.parametrize("held", SHARED)
+@pytest.mark.parametrize(
+    ("kind", "n", "held"),
+    [
+        *[("devices", 3, held) for held in SHARED],
+        slow("devices", 1, "views"),
+        slow("simulated", 3, "columns that overlap"),
+    ],
+)
 @in_every_place
 def test_a_write_is_seen_by_all_that_hold_the_rows(kind, n, held, place):
     """Whoever of them writes, and also by copies, which Python makes without asking."""

@@ -470,8 +470,13 @@ def test_what_an_index_reads_after_set_length(form):
             data[beyond]
 
 
-@pytest.mark.parametrize("form", INDEXES)
-@pytest.mark.parametrize("kind", ["h5py", slow("zarr")])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *[("h5py", form) for form in INDEXES],
+        *[slow("zarr", form) for form in ("an element", "a slice beyond", "backwards", "indexes", "a mask", "no axis")],
+    ],
+)
 def test_files_are_indexed_as_numpy_after_set_length(tmp_path, kind, form):
     """Whatever they allow themselves."""
     x, (index, _) = numbers(8), INDEXES[form]
@@ -480,10 +485,13 @@ def test_files_are_indexed_as_numpy_after_set_length(tmp_path, kind, form):
     assert_same(np.asarray(data[index]), np.asarray(x[:5][index]))
 
 
+WRITTEN = [-1, 2, slice(None), slice(-2, None), slice(1, 20, 2), ..., (-1, 1), (..., 0), [0, 3], np.arange(5) < 2]
+
+
 @pytest.mark.parametrize(
-    "index", [-1, 2, slice(None), slice(-2, None), slice(1, 20, 2), ..., (-1, 1), (..., 0), [0, 3], np.arange(5) < 2]
+    ("kind", "index"),
+    [*[(kind, index) for kind in ("numpy", "h5py") for index in WRITTEN], *[slow("zarr", i) for i in WRITTEN[::4]]],
 )
-@pytest.mark.parametrize("kind", ["numpy", "h5py", slow("zarr")])
 def test_rows_beyond_the_length_stay(tmp_path, kind, index):
     """A write counts from the rows that there are, in files as in memory."""
     x = numbers(8)

@@ -16,10 +16,10 @@ import pytest
 import synk
 from synk._data import sources, staging
 
-from ..helpers import assert_same, first_of, group_of
+from ..helpers import assert_same, first_of, group_of, slow
 
 ROWS, COLUMNS = 4096, 256  # 4 MiB
-GROUPS = first_of(("devices", 2), ("devices", 1), ("simulated", 3))
+GROUPS = first_of(("devices", 2), ("simulated", 3))
 
 rows_of = synk.function(lambda x: x, reduce="concat", name="rows_of")
 
@@ -48,7 +48,16 @@ def distinct(dtype=np.float32):
     return x, [rng.integers(0, ROWS, rows) for rows in (1024, 1023, 1024, 1024, 500, 1024, 1024, 1024, 1023, 7)]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.int64, jnp.bfloat16, bool, np.complex64])
+@pytest.mark.parametrize(
+    ("on_group", "dtype"),
+    [
+        *[(GROUPS[0], dtype) for dtype in (np.float32, np.uint8, np.int64, jnp.bfloat16, bool, np.complex64)],
+        slow(("simulated", 3), np.float32),
+        slow(("devices", 1), np.uint8),
+    ],
+    indirect=["on_group"],
+    ids=str,
+)
 def test_rows(on_group, dtype):
     """All calls are launched before a result is read, so that transfers wait for one another."""
     x, batches = distinct(dtype)

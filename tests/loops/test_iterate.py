@@ -15,7 +15,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import Bar, assert_close, assert_same, first_of, group_of, numbers, raised_by, unchanged
+from ..helpers import Bar, assert_close, assert_same, group_of, numbers, raised_by, unchanged
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -565,13 +565,12 @@ def orders(bar=lambda batches: batches, **options):
     return [bar(synk.minibatches(8, 3, **options)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("group", first_of(("devices", 2), ("devices", 1), ("simulated", 3)))
 @pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
 @pytest.mark.parametrize("make", ["function", "update in fn", "step", "local"])
 @by_loops_or_calls
-def test_an_epoch_that_repeats_the_last_one_warns(group, make, bar, by):
+def test_an_epoch_that_repeats_the_last_one_warns(make, bar, by):
     """It has the batches of the epoch before in the same order; a warning says so at the loop, once a place."""
-    with group_of(*group), warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         loop = loops_of(make, by)
         for batches in [*orders(bar), *orders(bar, seed=1)]:

@@ -16,7 +16,7 @@ import synk
 import synk.train
 from synk._runtime.executable import Program
 
-from ..helpers import Bar, assert_same, group_of, needs_devices, raised_by, slow_but
+from ..helpers import Bar, assert_same, group_of, needs_devices, raised_by, slow, slow_but
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -123,10 +123,20 @@ def run(make, k, batches, x=X, rates=None, **options):
     return seen(step, variables, results if k is None else flat(results))
 
 
-@of_k
-@in_groups
-@pytest.mark.parametrize("make", PROGRAMS)
-@pytest.mark.parametrize("size", slow_but([16], [16, 7, 2]))
+@pytest.mark.parametrize(
+    ("make", "group", "size", "k"),
+    [
+        *[(make, group, 16, k) for make in PROGRAMS for group in GROUPS for k in (3, 16)],
+        *[
+            slow(make, GROUPS[-1], size, k)
+            for make, size, k in zip(PROGRAMS, (7, 7, 2, 2), (3, 16, 3, 16), strict=True)
+        ],
+        slow(momentum, GROUPS[1], 2, 16),
+        slow(local, GROUPS[1], 7, 3),
+    ],
+    indirect=["group"],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_same_bits(make, size, k):
     """Results, values on each replica, calls and rows of single calls: even and uneven rows, and shorter last ones."""
     batches = synk.minibatches(50, size, epochs=2)
@@ -170,8 +180,12 @@ def test_a_list_is_k_items(batches, k, lengths):
     assert [len(results) for results in lists] == lengths
 
 
-@in_groups
-@pytest.mark.parametrize("make", slow_but(PROGRAMS[:1], PROGRAMS))
+@pytest.mark.parametrize(
+    ("make", "group"),
+    [*[(momentum, group) for group in GROUPS], *[slow(*case) for case in zip(PROGRAMS[1:], GROUPS, strict=True)]],
+    indirect=["group"],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_same_bits_of_lists_of_several_sizes(make):
     batches = [np.random.default_rng(i).permutation(50)[:size] for i, size in enumerate(SIZES)]
     wanted = run(make, None, batches, rates=range(len(SIZES)))

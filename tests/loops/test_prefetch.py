@@ -13,7 +13,6 @@ import pytest
 import synk
 import synk.train
 
-pytestmark = pytest.mark.smoke
 of_every_size = pytest.mark.parametrize("size", [0, 1, 2, 5])
 PLACES = ["host", "scatter", "broadcast"]
 total = synk.function(jnp.sum, name="total")
@@ -49,6 +48,7 @@ def test_the_source_is_asked_right_after_a_launch(group, size):
         assert asked == calls
 
 
+@pytest.mark.smoke
 @of_every_size
 def test_batches_are_sent_before_they_are_handed_out(group, size):
     """`synk.prefetch` launches nothing, and has so many more ready when it gives one."""
@@ -117,6 +117,7 @@ def test_leaving_drops_the_items_taken_early(group, size):
     assert got == list(range(9))
 
 
+@pytest.mark.smoke
 @of_every_size
 def test_ctrl_c_in_the_source_ends_the_loop(group, size):
     """At once: a loop that went on would miss an item."""
@@ -264,6 +265,7 @@ def test_a_source_that_gives_the_same_data(group, place):
             data[:] = 0
 
 
+@pytest.mark.smoke
 def test_a_source_that_donates(group):
     """Its arrays of JAX's are its own: it may give their memory to the next one."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)

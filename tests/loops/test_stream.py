@@ -9,7 +9,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, Bar, assert_close, assert_same, first_of, group_of, numbers, slow, slow_but
+from ..helpers import GROUPS, Bar, assert_close, assert_same, group_of, numbers, slow, slow_but
 
 ITEMS = [(numbers(rows, 3, seed), np.float32(seed + 1)) for seed, rows in enumerate((4, 7, 4, 1, 9, 4))]
 of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
@@ -33,8 +33,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group", [GROUPS[1], slow(GROUPS[2])])
+@pytest.mark.parametrize(
+    ("group", "form"),
+    [*[(GROUPS[1], form) for form in FORMS], slow(GROUPS[2], "arrays of JAX"), slow(GROUPS[2], "data")],
+)
 @of_every_size
 def test_results_in_order(group, size, form):
     """Of any numbers of rows; warm as well as fresh, and in slices."""
@@ -280,9 +282,14 @@ def test_each_that_does_not_fit(four):
         list(scaled.iterate(x, synk.each([1.0, "a"]), batches=synk.minibatches(8, 4)))
 
 
-@pytest.mark.parametrize("group", first_of(("devices", 3), ("devices", 1), ("devices", 4), ("simulated", 3)))
-@pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
-@pytest.mark.parametrize("start", [1, 5, 8])
+@pytest.mark.parametrize(
+    ("group", "bar", "start"),
+    [
+        *[(("devices", 3), bar, start) for bar in (lambda batches: batches, Bar) for start in (1, 5, 8)],
+        slow(("devices", 1), Bar, 1),
+        slow(("simulated", 3), Bar, 5),
+    ],
+)
 def test_each_of_a_run_that_goes_on(group, start, bar):
     """Values go with their batches, whether those that are left out are given too or not; in a second epoch too."""
     x, rates = numbers(11, 3), np.arange(1, 9, dtype=np.float32)

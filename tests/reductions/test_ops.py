@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._reductions.reduction import REDUCTIONS, ElementwiseOp, RowsOp  # no public name lists all ops
 
-from ..helpers import SERIAL, assert_close, first_of, group_of, numbers, parts_of, slow
+from ..helpers import SERIAL, also_simulated, assert_close, first_of, group_of, numbers, parts_of, slow
 
 ROWS = [1, 3, 4, 9]
 
@@ -25,13 +25,13 @@ def test_the_law_is_tried_for_every_op():
 
 
 @pytest.mark.parametrize("rows", ROWS)
+@also_simulated("four")
 def test_stack(four, rows):
     """One entry a replica that had rows, in rank order."""
     got = synk.function(lambda x: x.sum(0), reduce="stack")(numbers(rows))
     assert_close(got, np.stack([part[0].sum(0) for part in parts_of(numbers(rows), 4) if part]))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("op", ["first", None])
 @pytest.mark.parametrize("rows", ROWS)
 def test_first(four, rows, op):
@@ -40,7 +40,6 @@ def test_first(four, rows, op):
     assert_close(got, parts_of(numbers(rows), 4)[0][0].sum(0))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("slices", [1, 2, 3])
 @pytest.mark.parametrize("rows", [*ROWS, 31])
 def test_callable(four, rows, slices):
@@ -89,6 +88,7 @@ def test_integers_keep_their_dtype(dtype, rows):
 
 
 @pytest.mark.parametrize("rows", [8, 9, 2])
+@also_simulated("four")
 def test_booleans(four, rows):
     """Booleans under every op that has a meaning for them."""
     x = np.arange(rows) % 3 == 0
@@ -123,6 +123,7 @@ def test_16_bit_floats(four, rows, dtype):
 
 
 @pytest.mark.parametrize("slices", [1, 3])
+@also_simulated("four")
 def test_float16_means_do_not_overflow(four, slices):
     """Parts weigh by fraction: a mean near the largest float16 over many rows."""
     x = jnp.full(3001, 60000, jnp.float16)
@@ -130,6 +131,7 @@ def test_float16_means_do_not_overflow(four, slices):
     assert (got.dtype, float(got)) == (jnp.float16, 60000)
 
 
+@also_simulated("four")
 def test_complex(four):
     """Complex numbers sum, average and multiply."""
     x = (np.arange(1, 10) / 4 + 1j).astype(np.complex64)
@@ -148,6 +150,7 @@ def test_nan_and_infinity_arrive(four, op):
             np.testing.assert_array_equal(f(x), by_numpy(x))
 
 
+@also_simulated("four")
 def test_infinite_rows_do_not_meet_fillers(four):
     """Where rows do not divide nothing is multiplied by zero: no NaN comes from infinities."""
     f = synk.function(lambda x: (x.sum(), x.mean()), outputs=("sum", "mean"))
@@ -162,7 +165,6 @@ def masked_mean(x, mask):
     return synk.Weighted((x * mask).sum() / mask.sum(), mask.sum())
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("slices", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 8, 9, 31])
 def test_parts_of_weight_0(four, rows, slices):
@@ -172,6 +174,7 @@ def test_parts_of_weight_0(four, rows, slices):
     assert_close(got, x[mask > 0].mean())
 
 
+@also_simulated("four")
 def test_total_weight_of_0(four):
     """Gives NaN."""
     f = synk.function(masked_mean, reduce="mean")
@@ -205,6 +208,7 @@ def test_weighted_trees(four, rows):
     assert_close(f(x, mask, w), {"step": want, "count": mask.sum(), "x": x})
 
 
+@also_simulated("four")
 def test_weighted_as_then_sees_it(four):
     """`then` gets the combined value, no weight."""
     f = synk.function(
@@ -239,6 +243,7 @@ def test_means_by_different_weights_meet_in_then(four, loss):
 
 
 @pytest.mark.parametrize("rows", [12, 13])
+@also_simulated("group")
 def test_two_means_added_up_in_then(group, rows):
     """Each by its own weights, and the gradient of their sum."""
 
@@ -258,6 +263,7 @@ def test_two_means_added_up_in_then(group, rows):
     f.check(x, w)
 
 
+@also_simulated("group")
 def test_small_and_large_leaves_together(group):
     """Whatever is packed and whatever is not, each comes back as it is."""
     shapes = [(), (3,), (2, 5), (200, 200), (0,), (7,), (1, 1, 1), (129, 128)]
@@ -307,6 +313,7 @@ def test_a_list_of_ops_goes_with_a_tuple(group, given, returned):
 
 
 @pytest.mark.parametrize("slices", [1, 2])
+@also_simulated("group")
 def test_ops_see_parts_alone(group, slices):
     """A shared variable that an op reads would be that of the first call for good."""
     w = synk.shared(np.float32(2), name="w")
@@ -322,17 +329,20 @@ EIGHT = np.arange(8, dtype=np.float32)
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_max_without_infinity(four):
     """Types of 8 bits that have no infinity have a maximum all the same, on fewer rows than replicas."""
     x = jnp.array([1, 2], jnp.float8_e4m3fn)
     assert float(synk.function(jnp.max, reduce="max")(x)) == 2
 
 
+@also_simulated("four")
 def test_arrays_of_no_size_in_slices(four):
     """They add up to arrays of no size."""
     assert synk.function(lambda x: x.sum(0))(np.zeros((8, 0), np.float32), num_slices=2).shape == (0,)
 
 
+@also_simulated("four")
 def test_whole_outputs_inside_others(four):
     """A Monoid's state or a weighted mean has no mean of its own."""
     for nested in (
@@ -344,6 +354,7 @@ def test_whole_outputs_inside_others(four):
                 run(EIGHT)
 
 
+@also_simulated("four")
 def test_many_more_slices_than_rows(four):
     """Each has a row; the others are none."""
     f = synk.function(jnp.sum)
@@ -351,11 +362,15 @@ def test_many_more_slices_than_rows(four):
         assert f(np.arange(5.0, dtype=np.float32), num_slices=slices) == 10
 
 
-KINDS = first_of(("devices", 4), ("simulated", 1), ("simulated", 3), ("devices", 8))
-
-
-@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod", "any", "all", "Weighted"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "op"),
+    [
+        *[(("devices", 4), op) for op in ("sum", "mean", "max", "min", "prod", "any", "all", "Weighted")],
+        slow(("simulated", 1), "mean"),
+        slow(("simulated", 3), "Weighted"),
+        slow(("devices", 8), "max"),
+    ],
+)
 def test_an_entry_a_row_does_not_combine_entry_by_entry(kind, op):
     """A forgotten mean over the rows is refused on every way of calling, whether rows divide or not."""
     is_weighted = op == "Weighted"
@@ -388,7 +403,7 @@ def test_an_entry_a_row_that_then_would_reduce(four):
             f(*args)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_of(("devices", 4), ("simulated", 3)))
 def test_as_many_entries_as_rows(kind):
     """A gradient may have as many entries as a part has rows; a function that takes no other rows is believed."""
     traces, g = [], group_of(*kind)
@@ -412,7 +427,7 @@ def test_as_many_entries_as_rows(kind):
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("rows", [1, slow(6), 7])
+@pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("slices", [1, 2])
 def test_extremes_of_what_is_no_number(group, op, rows, slices):
     """NaN anywhere gives NaN, infinities and the smallest integers stay, and replicas without rows count for nothing."""

@@ -154,10 +154,9 @@ QUICK = ("tied", "decay by rows", "branch of rows", "scan, checkpoint", "recurre
 
 
 def in_turns(quick, values):
-    """These cases with a group: quick ones with both, the others by turns with one of them."""
+    """These cases with a group: quick ones on devices, the others by turns with one of two."""
     groups = ("devices", 3), ("simulated", 5)
-    first = [(case, groups[0]) if case in quick else slow(case, groups[i % 2]) for i, case in enumerate(values)]
-    return [*first, *(slow(case, groups[1]) for case in values if case in quick)]
+    return [(case, groups[0]) if case in quick else slow(case, groups[i % 2]) for i, case in enumerate(values)]
 
 
 NUMBERS = ("w", "v", "s", "t", "b", "h", "conv")
@@ -176,7 +175,7 @@ def both(make, *args, value=VALUE):
         yield make(w)(*args), w.value
 
 
-@pytest.mark.parametrize(("case", "group"), in_turns(QUICK, [*READS, *ALONE]), ids=str)
+@pytest.mark.parametrize(("case", "group"), in_turns(QUICK, dict.fromkeys([*QUICK, *ALONE])), ids=str)
 def test_reading(case, group):
     """A function of a value in shards, whose rows do not divide, returns what it returns of the whole."""
     with group_of(*group):

@@ -127,8 +127,9 @@ LOSSES = [mean_loss, scanned_loss, checkpointed_loss, masked_loss]
     [
         (("devices", 3), masked_loss, [(41, 1), (41, 2)]),
         (("simulated", 2), mean_loss, [(40, 1), (1, 1)]),
-        *[slow(("devices", n), loss, [(40, 1), (41, 1), (41, 3), (10, 4)]) for n in (1, 2, 5) for loss in LOSSES],
-        *[slow(("simulated", 3), loss, [(40, 1), (41, 1), (41, 3)]) for loss in LOSSES],
+        *[slow(("devices", 5), loss, [(40, 1), (41, 1), (41, 3), (10, 4)]) for loss in LOSSES],
+        slow(("devices", 1), masked_loss, [(40, 1), (41, 1), (41, 3), (10, 4)]),
+        *[slow(("simulated", 3), loss, [(40, 1), (41, 1), (41, 3)]) for loss in LOSSES[::2]],
         slow(("devices", 8), mean_loss, [(n, 1 + n % 3) for n in range(1, 42, 5)]),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -180,8 +181,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("group", [("devices", 2), slow(("simulated", 3))], ids=str)
-@pytest.mark.parametrize("name", slow_but(["clip, ema, log", "low rank"], OPTIONS))
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        *[(name, ("devices", 2)) for name in ("clip, ema, log", "low rank")],
+        *[slow(name, ("devices", 2)) for name in OPTIONS if name not in ("clip, ema, log", "low rank")],
+        *[slow(name, ("simulated", 3)) for name in ("int8", "low rank", "slices")],
+    ],
+    ids=str,
+)
 def test_options(name, group):
     """They do what they do in the plain step."""
     with group_of(*group):

@@ -13,6 +13,7 @@ from ..helpers import (
     DIFFERENTIABLE,
     ELEMENTWISE,
     SERIAL,
+    also_simulated,
     assert_close,
     chosen,
     group_of,
@@ -65,6 +66,7 @@ def test_broadcast_rank_0(four):
 
 
 @pytest.mark.parametrize("rows", [8, 9, 2])
+@also_simulated("four")
 def test_broadcast_rank_0_of_rows(four, rows):
     """Where replicas hold rows, the first one's rows."""
     w = holding(rows)
@@ -72,6 +74,7 @@ def test_broadcast_rank_0_of_rows(four, rows):
     assert_close(w.value, parts_of(numbers(rows), 4)[0][0])
 
 
+@also_simulated("four")
 def test_broadcast_several(four):
     """A list of variables takes a list of values."""
     a, b = unequal(), unequal()
@@ -104,6 +107,7 @@ def test_scatter_a_batch(four, batch):
     assert_close(synk.gather(w, nd_up=0), chosen(x, batch))
 
 
+@also_simulated("four")
 def test_gather_adds_an_axis(four):
     """By default one entry a replica, in rank order; the variable stays as it is."""
     w = unequal()
@@ -120,6 +124,7 @@ def test_all_gather(four, rows):
     assert_close([w.value, *values_of(w)], [numbers(rows)] * 5)
 
 
+@also_simulated("four")
 def test_all_gather_of_one_value(four):
     """Replicas that hold no rows of a whole give their own value's."""
     w = unequal()
@@ -127,6 +132,7 @@ def test_all_gather_of_one_value(four):
     assert_close(w.value, VALUES.ravel())
 
 
+@also_simulated("four")
 def test_trees_and_lists(four):
     """Trees of leaves with common rows, and lists of variables."""
     w = synk.shared({"x": np.zeros((1, 2), np.float32), "y": np.zeros(1, np.int32)})
@@ -145,6 +151,7 @@ def test_trees_and_lists(four):
 
 
 @pytest.mark.parametrize("op", KEEP_THE_DTYPE)
+@also_simulated("four")
 def test_all_reduce(four, op):
     """Every replica gets the combination."""
     w = unequal()
@@ -160,6 +167,7 @@ def test_reduce(four, op):
     assert_close(values_of(w), [SERIAL[op](VALUES), *VALUES[1:]])
 
 
+@also_simulated("four")
 def test_reduce_returns(four):
     """Not in place, the call returns the combination and changes nothing."""
     w, v = unequal(), unequal(2 * VALUES)
@@ -176,6 +184,7 @@ def test_reduce_is_a_mean_by_default(four):
     assert_close(w.value, VALUES.mean(0))
 
 
+@also_simulated("four")
 def test_weights(four):
     """A weighted mean, e.g. by the rows that each replica has seen."""
     w = unequal()
@@ -192,6 +201,7 @@ def test_all_reduce_booleans(four, op, want):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@also_simulated("four")
 def test_16_bit_floats_are_combined_in_32(four, dtype):
     """A sum of parts beyond their precision, returned in their dtype."""
     w = unequal([jnp.asarray(value, dtype) for value in (2048.0, 1.0, 1.0, 1.0)])
@@ -258,6 +268,7 @@ def test_get_and_set_value(four):
     assert_close(values_of(w), [VALUES[0], np.arange(1.0, 5), np.zeros(3), VALUES[3]])
 
 
+@also_simulated("four")
 def test_set_value_of_a_tree(four):
     """A model's parameters, whose leaves have no common rows, are set on one replica as they are."""
     w = synk.shared({"w": np.zeros((3, 2), np.float32), "b": np.zeros(2, np.float32), "n": np.int32(0)})
@@ -266,6 +277,7 @@ def test_set_value_of_a_tree(four):
     assert_close([w.get_value(2), w.get_value(1)["n"]], [new, 0])
 
 
+@also_simulated("four")
 def test_set_value_of_a_rank_of_rows(four):
     """A replica's rows may become more."""
     w = holding(9)
@@ -275,6 +287,7 @@ def test_set_value_of_a_rank_of_rows(four):
     assert_close(synk.gather(w, nd_up=0), np.concatenate(want))
 
 
+@also_simulated("four")
 def test_rows_set_by_hand_are_those_a_function_sees(four):
     """A function without other inputs takes the lengths as they are."""
     w = holding(9)
@@ -297,6 +310,7 @@ def test_elementwise_ones_need_equal_lengths(four, call):
 # check_replicas.
 
 
+@also_simulated("four")
 def test_equal_replicas_pass(four):
     """Variables of any dtype, NaN included: bits are compared."""
     synk.check_replicas(
@@ -339,6 +353,7 @@ def test_what_is_large_is_compared_in_pieces(four, dtype):
         synk.check_replicas(w)
 
 
+@also_simulated("four")
 def test_order_is_found(four):
     """The same numbers in other places are others."""
     w = synk.shared(np.array([1, 2], np.float32), name="w")
@@ -364,12 +379,14 @@ def test_all_reduce_inside(four, op):
     assert_close(got, np.stack([SERIAL[op](x.reshape(4, 2, 2).sum(1))] * 4))
 
 
+@also_simulated("four")
 def test_weighted_all_reduce_inside(four):
     """With weights, one a replica."""
     got = synk.function(lambda x: synk.all_reduce(x[0], weights=[1, 2, 3, 4]), reduce="first")(VALUES)
     assert_close(got, np.average(VALUES, axis=0, weights=[1, 2, 3, 4]))
 
 
+@also_simulated("four")
 def test_all_gather_inside(four):
     """All replicas' rows, in rank order."""
     x = numbers(8)
@@ -377,6 +394,7 @@ def test_all_gather_inside(four):
     assert_close(got, (x, np.stack([x] * 4)))
 
 
+@also_simulated("four")
 def test_communication_in_then(four):
     """In then any number of rows will do."""
     f = synk.function(lambda x: x.sum(0), then=lambda s: (s, synk.all_reduce(synk.rank() + 0, "sum")))
@@ -386,6 +404,7 @@ def test_communication_in_then(four):
 @pytest.mark.parametrize(
     "call", [lambda x: synk.all_reduce(x.sum(), "sum"), synk.all_gather, lambda x: lax.psum(x.sum(), "replica")]
 )
+@also_simulated("four")
 def test_communication_takes_any_rows(four, call):
     """Where they do not divide, one replica that all devices make has them all."""
     f = synk.function(lambda x: call(x).sum(), reduce="max")
@@ -403,7 +422,6 @@ def test_communication_beside_the_rank_needs_equal_rows(four, call):
     assert 'engine="jit"' in str(caught.value)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("call", [lambda v: synk.all_reduce(v, "mean"), lambda v: lax.pmean(v, "replica")])
 @pytest.mark.parametrize("where", ["jit", "scan", "while", "cond"])
 def test_advice_that_can_be_followed(four, call, where):
@@ -456,6 +474,7 @@ def test_synkhronos_spellings():
         synk.distribute
 
 
+@also_simulated("four")
 def test_replicas_of_one(four):
     """With one replica every collective is the identity."""
     with group_of("devices", 1):
@@ -480,6 +499,7 @@ def test_other_weights_take_the_same_program():
 EIGHT = np.arange(8, dtype=np.float32)
 
 
+@also_simulated("four")
 def test_collectives_inside_on_scalars_and_keys(four):
     """Keys gather as rows; a scalar has none."""
     keys = jax.random.split(jax.random.key(0), 8)

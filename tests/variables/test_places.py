@@ -8,10 +8,13 @@ from jax import lax
 
 import synk
 
+from ..helpers import also_simulated
+
 X = np.arange(9, dtype=np.float32)
 
 
 @pytest.mark.parametrize(("rows", "slices"), [(9, 1), (8, 2), (8, 1)])
+@also_simulated("four")
 def test_a_variable_that_reads_one_that_differs(four, rows, slices):
     """What then computes from it differs too; programs for either place are kept apart."""
     u, v = synk.shared(np.float32(0)), synk.shared(np.float32(1))
@@ -33,6 +36,7 @@ def test_a_variable_that_reads_one_that_differs(four, rows, slices):
         v.value
 
 
+@also_simulated("four")
 def test_a_branch_that_updates_on_each_replica(four):
     """Programs built before a variable differed are not run after."""
     w = synk.shared(np.float32(2))
@@ -60,6 +64,7 @@ def test_local_steps_compile_once(four):
     assert (step.stats.compilations, float(w.value)) == (1, 3 * X[:8].mean())
 
 
+@also_simulated("four")
 def test_equal_leaves_are_whole_and_shared_by_none(four):
     """Everywhere is one value; asked for, each replica's is a copy; a step updates it where it is."""
     w = synk.shared(np.zeros((2, 3), np.float32))
@@ -92,6 +97,7 @@ def test_broadcast_heals_what_the_host_made_differ():
         synk.check_replicas(w)
 
 
+@also_simulated("four")
 def test_what_the_host_answers_may_differ(four):
     """A variable that an `io_callback` gave its value is unequal until it is broadcast."""
     w = synk.shared(np.float32(0))
@@ -116,6 +122,7 @@ EIGHT = np.arange(8, dtype=np.float32)
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("how", ["axis_index", "inner jit", "ppermute", "cond"])
+@also_simulated("four")
 def test_what_tells_ranks_apart_makes_a_variable_unequal(four, how):
     """JAX's own ways to see the rank count as much as `synk.rank`."""
     ways = {

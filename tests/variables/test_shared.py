@@ -16,7 +16,7 @@ from jax import lax
 
 import synk
 
-from ..helpers import assert_close, group_of, members, numbers, parts_of, slow, unchanged
+from ..helpers import also_simulated, assert_close, group_of, members, numbers, parts_of, slow, unchanged
 
 # Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
 
@@ -61,24 +61,21 @@ READ_AT_ONCE = ("plainly", "vmap", "grad", "custom_vjp", "custom_jvp")
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("which", [("devices", 2), slow(("simulated", 4))], ids=str)
 @pytest.mark.parametrize("way", READERS)
-def test_reads_see_the_current_value(which, way):
+def test_reads_see_the_current_value(group, way):
     """Whatever was traced or cached before, outside too: over several values and shapes, w is what it is now."""
-    with group_of(*which):
-        w = synk.shared(np.float32(2.0), name="w")
-        times = READERS[way](w)
-        # The inner transformation caches here.
-        with nullcontext() if way in READ_AT_ONCE else pytest.warns(UserWarning, match="w: its value .* is a constant"):
-            times(jnp.ones(2))
-        f = synk.function(lambda x: times(x), reduce="concat")
-        for value, rows in [(3, 8), (3, 2), (5, 8)]:
-            w.value = np.float32(value)
-            np.testing.assert_array_equal(f(np.arange(rows, dtype=np.float32)), value * np.arange(rows))
-        assert f.shared == (w,)
+    w = synk.shared(np.float32(2.0), name="w")
+    times = READERS[way](w)
+    # The inner transformation caches here.
+    with nullcontext() if way in READ_AT_ONCE else pytest.warns(UserWarning, match="w: its value .* is a constant"):
+        times(jnp.ones(2))
+    f = synk.function(lambda x: times(x), reduce="concat")
+    for value, rows in [(3, 8), (3, 2), (5, 8)]:
+        w.value = np.float32(value)
+        np.testing.assert_array_equal(f(np.arange(rows, dtype=np.float32)), value * np.arange(rows))
+    assert f.shared == (w,)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("way", READERS)
 def test_reads_see_what_was_assigned(way):
     """After an assignment in the same function each transformation reads the new value, though it has read the old."""
@@ -175,6 +172,7 @@ def test_an_update_in_fn_is_local(four):
         assert [float(w.get_value(rank)) for rank in range(4)] == [0.5 + s for s in sums]
 
 
+@also_simulated("four")
 def test_unequal_variables_do_not_read_as_one(four):
     """Reading outside names the function, then, all_reduce and get_value(rank); each way out heals."""
     w = synk.shared(np.zeros(2, np.float32), name="w")
@@ -219,6 +217,7 @@ def test_an_update_in_then_from_an_unequal_one_is_unequal(four):
     assert [float(total.get_value(rank)) for rank in range(4)] == [5, 9, 5, 5]
 
 
+@also_simulated("four")
 def test_a_call_without_rows_keeps_replicas_equal(four):
     """Nothing is scattered, so every replica computes the same update."""
     w = synk.shared(np.float32(1.0))
@@ -226,6 +225,7 @@ def test_a_call_without_rows_keeps_replicas_equal(four):
     assert float(w.value) == 2
 
 
+@also_simulated("four")
 def test_rank_makes_unequal(four):
     """A value that depends on the rank is each replica's own."""
     w = synk.shared(np.int32(0), name="w")
@@ -248,6 +248,7 @@ def test_what_a_branch_does_not_read_need_not_be_there(four):
 
 
 @pytest.mark.parametrize("rows", [2, 8, 9])
+@also_simulated("four")
 def test_rows_beside_an_input(four, rows):
     """A function sees its replica's rows of the variable beside those of its input."""
     held = synk.shared(np.zeros((1, 2), np.float32))
@@ -269,6 +270,7 @@ def test_rows_alone_count_as_input(four, rows, slices):
 
 
 @pytest.mark.parametrize("rows", [8, 9, 3])
+@also_simulated("four")
 def test_rows_are_updated_in_place(four, rows):
     """A function may assign as many rows as its replica holds."""
     held = synk.shared(np.zeros(1, np.float32))
@@ -282,6 +284,7 @@ def test_rows_are_updated_in_place(four, rows):
     )
 
 
+@also_simulated("four")
 def test_rows_differ_from_the_inputs(four):
     """As many rows on each replica, or nothing runs."""
     held = synk.shared(np.zeros(1, np.float32), name="held")
@@ -290,6 +293,7 @@ def test_rows_differ_from_the_inputs(four):
         synk.function(lambda x: (x * held.value).sum())(np.ones(8, np.float32))
 
 
+@also_simulated("four")
 def test_rows_end_with_an_assignment(four):
     """Broadcast, it is one value again, of any number of rows."""
     held = synk.shared(np.zeros(1, np.float32))
@@ -303,6 +307,7 @@ def test_rows_end_with_an_assignment(four):
 
 
 @pytest.mark.parametrize("donate", [True, False])
+@also_simulated("group")
 def test_swap(group, donate):
     """Two variables change places, call after call, donated or not."""
     a, b = synk.shared(np.zeros(3, np.float32)), synk.shared(np.ones(3, np.float32))
@@ -320,6 +325,7 @@ def test_swap(group, donate):
         assert (float(a.value[0]), float(b.value[0])) == (call % 2, 1 - call % 2)
 
 
+@also_simulated("group")
 def test_moving_average(group):
     """An average of a variable reads the value that has just been assigned, as in Python."""
     w, mean = synk.shared(np.float32(1.0)), synk.shared(np.float32(0.0))
@@ -365,6 +371,7 @@ def test_reads_after_writes_everywhere(group, sharded):
     assert_close(mean.value["a"][0, 0], mean_a)
 
 
+@also_simulated("group")
 def test_slices_read_what_they_assigned(group):
     """Each from the value before the call; "add" still adds to that, also where a slice assigns twice."""
     w, x = synk.shared(np.float32(10)), numbers(5)
@@ -382,6 +389,7 @@ def test_slices_read_what_they_assigned(group):
     assert_close(sum(float(w.get_value(rank)) for rank in range(size)), size * 10 + x.sum() + parts)
 
 
+@also_simulated("group")
 def test_a_variable_assigned_before_it_is_read(group):
     """It is no input: replicas that differ in it become equal, and nobody complains."""
     w = synk.shared(np.float32(0), name="w")
@@ -399,6 +407,7 @@ def test_a_variable_assigned_before_it_is_read(group):
     assert w.value == 1
 
 
+@also_simulated("group")
 def test_then_reads_what_its_function_assigned(group):
     """That raises, and says to return it, unless `then` has assigned the variable itself."""
     w, x = synk.shared(np.float32(0), name="w"), numbers(5)
@@ -473,7 +482,6 @@ GIVERS = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("way", GIVERS)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 @pytest.mark.parametrize("columns", [1, LARGE // 24])
@@ -490,6 +498,7 @@ def test_arrays_of_the_user_stay_alive(group, way, kind, columns):
 
 
 @pytest.mark.parametrize("size", [24, LARGE])
+@also_simulated("group")
 def test_borrowed_arrays_of_jax_stay_alive(group, size):
     """A program that overwrites the variable leaves the user's array."""
     array = jax.device_put(np.ones(size, np.float32), group.replicated)
@@ -517,8 +526,8 @@ def test_a_variable_made_in_a_trace(four):
     assert [float(leaf.sum()) for leaf in made[0].value] == [LARGE, 3]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("way", ["value", "get_value", "gather", "argument"])
+@also_simulated("group")
 def test_what_was_read_stays_alive(group, way):
     """A value read before an update is as it was after it."""
     w = synk.shared(np.ones(8, np.float32))
@@ -546,6 +555,7 @@ def test_borrowed_view(group):
 
 
 @pytest.mark.smoke
+@also_simulated("four")
 def test_typed_keys(four):
     """A typed PRNG key is a value as any: split in then, set, gathered and scattered."""
     w = synk.shared({"key": jax.random.key(0), "drawn": np.float32(0)})
@@ -584,6 +594,7 @@ def test_dtypes_survive(four, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@also_simulated("group")
 def test_16_bit_updates(group, dtype):
     """A 16-bit variable is updated in then without changing its dtype."""
     w = synk.shared(jnp.zeros(3, dtype))
@@ -593,6 +604,7 @@ def test_16_bit_updates(group, dtype):
     np.testing.assert_array_equal(np.asarray(w.value, np.float32), np.full(3, 0.75))
 
 
+@also_simulated("four")
 def test_trees(four):
     """A value is any tree; None and empty ones too."""
     w = synk.shared({"a": (np.zeros(2, np.float32), None), "b": []})
@@ -615,6 +627,7 @@ def test_python_numbers_take_the_dtype():
         assert (w.value.dtype, float(w.value)) == (jnp.bfloat16, 3)
 
 
+@also_simulated("four")
 def test_results_lie_on_every_replica(four):
     """A value read outside lies whole on each device of the group."""
     value = synk.shared(np.arange(3)).value
@@ -625,6 +638,7 @@ def test_results_lie_on_every_replica(four):
 # Slices.
 
 
+@also_simulated("four")
 def test_slices_see_the_value_from_before(four):
     """Every part of a sliced call sees the variables as they were before it, and what it assigns itself."""
     w = synk.shared(np.float32(1.0), name="w")
@@ -640,6 +654,7 @@ def test_slices_see_the_value_from_before(four):
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("rows", [8, 9])
+@also_simulated("four")
 def test_add_without_reading(four, rows, slices):
     """The difference from the old value is added, though the function does not read it."""
     w = synk.shared(np.float32(10))
@@ -768,7 +783,6 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("where", ["outside", "inside"])
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_forgotten_value(name, where):
