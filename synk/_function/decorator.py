@@ -60,7 +60,9 @@ def function(
 ) -> Any:
     """Make a serial function run on every replica: rows scattered, outputs combined, the serial answer back.
 
-    Also a decorator, bare or with options.
+    Also a decorator, bare or with options. Most functions need three of them: `inputs`, `reduce` (or `outputs`) and
+    `then`. The others are about communication inside `fn` (`axis_name`, `engine`), memory (`donate`), wrong numbers
+    (`nan`), what travels and in which bits (`wire`, `blocks`), and the compiler.
 
     Args:
       fn: a function of arrays, traced by JAX, called with one replica's rows.
