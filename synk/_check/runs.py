@@ -75,7 +75,7 @@ class Program:
         self._pool = ThreadPoolExecutor(WORKERS)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for server, _ in self._servers.values():
             # Without its standard input a server ends all runs that go on, and itself.
             assert server.stdin is not None
@@ -160,8 +160,10 @@ def _python(arguments: Sequence[str], environment: dict[str, str], **pipes: Any)
 
 
 def _listen(server: "subprocess.Popen[bytes]", ended: dict[str, threading.Event]) -> None:
-    for line in server.stdout or ():
-        ended[line.decode().strip()].set()
+    assert server.stdout is not None
+    with server.stdout as lines:
+        for line in lines:
+            ended[line.decode().strip()].set()
     for event in list(ended.values()):
         event.set()
 
