@@ -287,6 +287,9 @@ class _Check:
         if not leaf.bits:
             return None
         n, off = min(bad), max(apart(leaf.value, b) for b in bad.values())
+        if self.program(n, rows).narrow < self.program(1, rows).narrow:
+            # Float64 would hide it: there nothing is narrowed.
+            return None
         runs = [self.program.start(count, rows, "x64") for count in (1, n)]
         (one, several), narrow = (run.result() for run in runs), self.program(1, rows).narrow
         a, b = one.leaves.get(leaf.name), several.leaves.get(leaf.name)

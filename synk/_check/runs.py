@@ -108,7 +108,7 @@ class Program:
                 modules = [module for word, module in LIBRARIES.items() if word in self.source]
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
                 server = _python(["serve", mode * is_wide, *modules], self._environment(1, mode), **pipes)
-                self._servers[is_wide] = server, {}
+                self._servers[is_wide] = server, {"": threading.Event()}
                 threading.Thread(target=_listen, args=[*self._servers[is_wide]], daemon=True).start()
             return self._servers[is_wide]
 
@@ -139,6 +139,9 @@ class Program:
             server, ended = self._serve(mode)
             ended[out] = event = threading.Event()
             assert server.stdin is not None
+            # Its imports are no part of a run's time.
+            ended[""].wait()
+            start = monotonic()
             try:
                 # One write, so that lines of threads do not mix.
                 os.write(server.stdin.fileno(), json.dumps([job, environment]).encode() + b"\n")
@@ -217,6 +220,7 @@ def _serve(modules: Sequence[str], draws: "_Draws") -> None:
     for module in modules:
         with suppress(Exception):
             importlib.import_module(module)
+    os.write(1, b"\n")
     running: dict[int, tuple[str, float]] = {}
     rest = b""
     try:

@@ -84,7 +84,7 @@ def test_hostile_programs(program, what):
     body, said = HOSTILE[what]
     start = monotonic()
     with pytest.raises(synk.SynkError, match=re.escape(said)):
-        synk.check_program(program(f"def one_step(): {body}"), devices=[2], timeout=6)
+        synk.check_program(program(f"def one_step():\n    {body}\n"), devices=[2], timeout=6)
     assert monotonic() - start < 60
     for folder in Path("/proc").glob("[0-9]*"):
         try:
