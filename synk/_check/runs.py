@@ -31,6 +31,7 @@ LIBRARIES = {"optax": "optax", "flax": "flax.nnx", "linen": "flax.linen", "keras
 MOST_OUTPUT = 1 << 28  # bytes of each file that a program writes
 WORKERS = min(os.cpu_count() or 1, 4)
 HAS_FORK = hasattr(os, "fork")
+_Server = tuple["subprocess.Popen[bytes]", dict[str, threading.Event]]
 
 
 class Run(NamedTuple):
@@ -66,11 +67,13 @@ class Program:
         self._target, self._timeout, self._on_run = (str(path), name), timeout, on_run
         self.source = path.read_text(encoding="utf-8", errors="replace")
         self._runs: dict[tuple[int, int | None, str], Future[Run]] = {}
-        self._ended: dict[str, threading.Event] = {}
+        self._servers: dict[bool, _Server] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Program":
         self._temporary = tempfile.TemporaryDirectory(prefix="synk-check-", ignore_cleanup_errors=True)
         self._pool = ThreadPoolExecutor(WORKERS)
+<<<<<<< HEAD
         self._server: subprocess.Popen[bytes] | None = None
         if HAS_FORK:
             modules = [module for word, module in LIBRARIES.items() if word in self.source]
@@ -88,6 +91,16 @@ class Program:
             self._server.stdin.close()
             self._server.wait()
             self._listener.join()
+=======
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server, _ in self._servers.values():
+            # Without its standard input a server ends all runs that go on, and itself.
+            assert server.stdin is not None
+            server.stdin.close()
+            server.wait()
+>>>>>>> work-u2
         self._pool.shutdown(cancel_futures=True)
         self._temporary.cleanup()
 
@@ -105,32 +118,61 @@ class Program:
     def done(self) -> int:
         return sum(run.done() for run in list(self._runs.values()))
 
+<<<<<<< HEAD
     def _listen(self, lines: Any) -> None:
         with lines:
             for line in lines:
                 self._ended[line.decode().strip()].set()
         for event in list(self._ended.values()):
             event.set()
+=======
+    def _serve(self, mode: str) -> _Server:
+        """Return the server of a mode with the events of its runs. Runs in float64 share no imports with others."""
+        with self._lock:
+            if (is_wide := mode == "x64") not in self._servers:
+                modules = [module for word, module in LIBRARIES.items() if word in self.source]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                server = _python(["serve", mode * is_wide, *modules], self._environment(1, mode), **pipes)
+                self._servers[is_wide] = server, {"": threading.Event()}
+                threading.Thread(target=_listen, args=[*self._servers[is_wide]], daemon=True).start()
+            return self._servers[is_wide]
+
+    @staticmethod
+    def _environment(n: int, mode: str) -> dict[str, str]:
+        flags = os.environ.get("XLA_FLAGS", "")
+        if mode == "again":
+            flags += " --xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=true"
+        return {
+            "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n), "JAX_ENABLE_COMPILATION_CACHE": "0",
+            "JAX_ENABLE_X64": "1" if mode == "x64" else os.environ.get("JAX_ENABLE_X64", "0"),
+            "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": flags,
+        }  # fmt: skip
+>>>>>>> work-u2
 
     def _run(self, n: int, rows: int | None, mode: str) -> Run:
         out = f"{self._temporary.name}/{n}-{rows}-{mode}"
-        environment = _environment(n, mode) | {"JAX_DUMP_IR_TO": out, "JAX_DUMP_IR_MODES": "stablehlo"}
+        environment = self._environment(n, mode) | {"JAX_DUMP_IR_TO": out, "JAX_DUMP_IR_MODES": "stablehlo"}
         job = [*self._target, rows, mode, out, self._timeout]
         start = monotonic()
-        if self._server is None or mode == "x64":
-            # Names of narrower floats change before anything is imported, so these runs share no imports.
+        if not HAS_FORK:
             with open(f"{out}.log", "wb") as log:
-                process = _python(["run", json.dumps(job)], environment, stdout=log, stderr=log)
+                process = _python(["run", mode, json.dumps(job)], environment, stdout=log, stderr=log)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(self._timeout)
             _end_group(process.pid)
             process.wait()
         else:
-            self._ended[out] = event = threading.Event()
-            assert self._server.stdin is not None
-            with suppress(BrokenPipeError):
+            server, ended = self._serve(mode)
+            ended[out] = event = threading.Event()
+            assert server.stdin is not None
+            # Its imports are no part of a run's time.
+            ended[""].wait()
+            start = monotonic()
+            try:
                 # One write, so that lines of threads do not mix.
-                os.write(self._server.stdin.fileno(), json.dumps([job, environment]).encode() + b"\n")
+                os.write(server.stdin.fileno(), json.dumps([job, environment]).encode() + b"\n")
+            except BrokenPipeError:
+                event.set()
             event.wait(self._timeout + 10)
         return _read(out, self._timeout if monotonic() - start >= self._timeout else None)
 
@@ -148,6 +190,7 @@ def _python(arguments: Sequence[str], environment: dict[str, str], **pipes: Any)
     return subprocess.Popen[bytes](command, env=os.environ | environment, start_new_session=True, **pipes)
 
 
+<<<<<<< HEAD
 def _environment(n: int, mode: str) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if mode == "again":
@@ -158,6 +201,15 @@ def _environment(n: int, mode: str) -> dict[str, str]:
         "JAX_ENABLE_X64": str(int(mode == "x64")) if mode == "x64" else os.environ.get("JAX_ENABLE_X64", "0"),
         "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": flags,
     }  # fmt: skip
+=======
+def _listen(server: "subprocess.Popen[bytes]", ended: dict[str, threading.Event]) -> None:
+    assert server.stdout is not None
+    with server.stdout as lines:
+        for line in lines:
+            ended[line.decode().strip()].set()
+    for event in list(ended.values()):
+        event.set()
+>>>>>>> work-u2
 
 
 def _end_group(group: int) -> None:
@@ -192,26 +244,30 @@ def _read(out: str, timeout: float | None) -> Run:
 
 
 def main() -> None:
+<<<<<<< HEAD
     # "serve" forks a process for each run. "run" makes one run in this process, which is fresh.
     what, *arguments = sys.argv[1:]
+=======
+    """Serve runs, or make one in a fresh process."""
+    what, mode, *arguments = sys.argv[1:]
+    if mode == "x64":
+        # The flag alone leaves what programs and libraries pin to float32.
+        for module in (np, jnp):
+            for name in ("float32", "float16", "bfloat16"):
+                setattr(module, name, np.float64)
+>>>>>>> work-u2
     if what == "serve":
-        _serve(arguments)
+        _serve(arguments, _watched_draws())
     else:
-        job = json.loads(arguments[0])
-        if job[3] == "x64":
-            # The flag alone leaves what programs and libraries pin to float32.
-            for module in (np, jnp):
-                for name in ("float32", "float16", "bfloat16"):
-                    setattr(module, name, np.float64)
-        _write(job, _watched_draws())
+        _write(json.loads(arguments[0]), _watched_draws())
 
 
-def _serve(modules: Sequence[str]) -> None:
+def _serve(modules: Sequence[str], draws: "_Draws") -> None:
     """Import once what runs import, then fork a process for each run: JAX has no devices yet."""
-    draws = _watched_draws()
     for module in modules:
         with suppress(Exception):
             importlib.import_module(module)
+    os.write(1, b"\n")
     running: dict[int, tuple[str, float]] = {}
     rest = b""
     try:

@@ -63,6 +63,13 @@ def test_places(value, said):
     assert laws.law_of_places(leaf(X), {n: value(n) for n in DEVICES}) == said
 
 
+def test_edges_take_two_numbers_of_devices():
+    """A few numbers that are off at an edge of two shards by chance name no place."""
+    few = X[:8, 0]
+    off = few + np.eye(8)[0]
+    assert laws.law_of_places(leaf(few), {n: off for n in (2, 4, 8)}) is None
+
+
 def test_what_needs_no_numbers():
     """Dtypes, shapes, stacked values and NaN are told as they are."""
     with_nan = np.where(X == X[3], np.nan, X)

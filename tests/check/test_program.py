@@ -45,6 +45,18 @@ def test_a_right_program(program):
 
 
 @pytest.mark.slow
+def test_what_few_rows_hide(program):
+    """Where 24 rows are right and 23 are refused, 48 tell of a largest number that is in another part."""
+    body = MEAN.replace("jax.jit(jnp.mean)(", "part(").replace(
+        "np.arange(rows,", "-np.abs(np.arange(rows) - 30).astype("
+    )
+    part = "lambda x: x.addressable_shards[int(x.argmax()) // (rows // len(jax.devices()))].data.argmax()"
+    body = body.replace("part(", f"({part})(").replace("astype( dtype=np.float32)", "astype(np.float32)")
+    report = synk.check_program(program(body.replace("- 30", "- 30 * (rows > 24)")), devices=[2])
+    assert [*report.wrong.values()] == [["['mean'] at 48 rows"]] and "a position in a device's part" in str(report)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "name", "said"), PROGRAMS, ids=[name for _, name, _ in PROGRAMS])
 def test_programs_of_the_guide(program, text, name, said):
     """Each says what the guide shows, and nothing is written beside the program."""
@@ -72,7 +84,7 @@ def test_hostile_programs(program, what):
     body, said = HOSTILE[what]
     start = monotonic()
     with pytest.raises(synk.SynkError, match=re.escape(said)):
-        synk.check_program(program(f"def one_step(): {body}"), devices=[2], timeout=6)
+        synk.check_program(program(f"def one_step():\n    {body}\n"), devices=[2], timeout=6)
     assert monotonic() - start < 60
     for folder in Path("/proc").glob("[0-9]*"):
         try:
