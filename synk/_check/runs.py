@@ -73,25 +73,6 @@ class Program:
     def __enter__(self) -> "Program":
         self._temporary = tempfile.TemporaryDirectory(prefix="synk-check-", ignore_cleanup_errors=True)
         self._pool = ThreadPoolExecutor(WORKERS)
-<<<<<<< HEAD
-        self._server: subprocess.Popen[bytes] | None = None
-        if HAS_FORK:
-            modules = [module for word, module in LIBRARIES.items() if word in self.source]
-            self._server = _python(
-                ["serve", *modules], _environment(1, ""), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            self._listener = threading.Thread(target=self._listen, args=[self._server.stdout], daemon=True)
-            self._listener.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Without its standard input the server ends all runs that go on, and itself.
-        if self._server is not None:
-            assert self._server.stdin is not None
-            self._server.stdin.close()
-            self._server.wait()
-            self._listener.join()
-=======
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -100,11 +81,11 @@ class Program:
             assert server.stdin is not None
             server.stdin.close()
             server.wait()
->>>>>>> work-u2
         self._pool.shutdown(cancel_futures=True)
         self._temporary.cleanup()
 
     def start(self, n: int, rows: int | None, mode: str = "") -> Future[Run]:
+        """Start a run, unless it was started before."""
         key = n, rows, mode
         if key not in self._runs:
             self._runs[key] = self._pool.submit(self._run, *key)
@@ -112,20 +93,14 @@ class Program:
         return self._runs[key]
 
     def __call__(self, n: int, rows: int | None, mode: str = "") -> Run:
+        """Return a run, which is made if there is none."""
         return self.start(n, rows, mode).result()
 
     @property
     def done(self) -> int:
+        """Return how many runs have ended."""
         return sum(run.done() for run in list(self._runs.values()))
 
-<<<<<<< HEAD
-    def _listen(self, lines: Any) -> None:
-        with lines:
-            for line in lines:
-                self._ended[line.decode().strip()].set()
-        for event in list(self._ended.values()):
-            event.set()
-=======
     def _serve(self, mode: str) -> _Server:
         """Return the server of a mode with the events of its runs. Runs in float64 share no imports with others."""
         with self._lock:
@@ -147,7 +122,6 @@ class Program:
             "JAX_ENABLE_X64": "1" if mode == "x64" else os.environ.get("JAX_ENABLE_X64", "0"),
             "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": flags,
         }  # fmt: skip
->>>>>>> work-u2
 
     def _run(self, n: int, rows: int | None, mode: str) -> Run:
         out = f"{self._temporary.name}/{n}-{rows}-{mode}"
@@ -185,23 +159,9 @@ def _python(arguments: Sequence[str], environment: dict[str, str], **pipes: Any)
     environment = environment | {
         "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     }
-    # A session of its own, so that os.killpg ends the run with all its helpers, and Ctrl-C in the terminal does not
-    # reach it.
     return subprocess.Popen[bytes](command, env=os.environ | environment, start_new_session=True, **pipes)
 
 
-<<<<<<< HEAD
-def _environment(n: int, mode: str) -> dict[str, str]:
-    flags = os.environ.get("XLA_FLAGS", "")
-    if mode == "again":
-        # Other machine code of the same program rounds in another way, which shows how far rounding alone may go.
-        flags += " --xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=true"
-    return {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n), "JAX_ENABLE_COMPILATION_CACHE": "0",
-        "JAX_ENABLE_X64": str(int(mode == "x64")) if mode == "x64" else os.environ.get("JAX_ENABLE_X64", "0"),
-        "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONDONTWRITEBYTECODE": "1", "XLA_FLAGS": flags,
-    }  # fmt: skip
-=======
 def _listen(server: "subprocess.Popen[bytes]", ended: dict[str, threading.Event]) -> None:
     assert server.stdout is not None
     with server.stdout as lines:
@@ -209,7 +169,6 @@ def _listen(server: "subprocess.Popen[bytes]", ended: dict[str, threading.Event]
             ended[line.decode().strip()].set()
     for event in list(ended.values()):
         event.set()
->>>>>>> work-u2
 
 
 def _end_group(group: int) -> None:
@@ -230,7 +189,6 @@ def _read(out: str, timeout: float | None) -> Run:
         record = json.loads(str(file["record"]))
         leaves = [Leaf(name, *said, value=file[f"leaf{i}"]) for i, (name, *said) in enumerate(record["leaves"])]
     spans, narrow = 0, 64
-    # JAX writes each program that it lowers there, by JAX_DUMP_IR_TO.
     for path in Path(out).glob("*"):
         text = path.read_text(errors="replace")
         counts = re.findall(r"num_partitions = (\d+).*?num_replicas = (\d+)", text[:2000])
@@ -244,10 +202,6 @@ def _read(out: str, timeout: float | None) -> Run:
 
 
 def main() -> None:
-<<<<<<< HEAD
-    # "serve" forks a process for each run. "run" makes one run in this process, which is fresh.
-    what, *arguments = sys.argv[1:]
-=======
     """Serve runs, or make one in a fresh process."""
     what, mode, *arguments = sys.argv[1:]
     if mode == "x64":
@@ -255,7 +209,6 @@ def main() -> None:
         for module in (np, jnp):
             for name in ("float32", "float16", "bfloat16"):
                 setattr(module, name, np.float64)
->>>>>>> work-u2
     if what == "serve":
         _serve(arguments, _watched_draws())
     else:
@@ -272,7 +225,6 @@ def _serve(modules: Sequence[str], draws: "_Draws") -> None:
     rest = b""
     try:
         while True:
-            # No portable wait is for both a pipe and a child, so while runs go on the pipe is asked every 20 ms.
             if select.select([0], [], [], 0.02 if running else None)[0]:
                 if not (new := os.read(0, 1 << 16)):
                     return
@@ -301,10 +253,8 @@ def _begin(job: Sequence[Any], environment: dict[str, str], draws: "_Draws") -> 
     log = os.open(f"{job[4]}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    # The server's standard input carries jobs, and must not be read here.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(environment)
-    # JAX read its environment at the server's import, so its options are set beside it.
     for name in ("JAX_NUM_CPU_DEVICES", "JAX_DUMP_IR_TO", "JAX_DUMP_IR_MODES"):
         value = environment[name]
         jax.config.update(name.lower(), int(value) if value.isdigit() else value)
@@ -313,11 +263,11 @@ def _begin(job: Sequence[Any], environment: dict[str, str], draws: "_Draws") -> 
         _write(job, draws)
         code = 0
     finally:
-        # Without Python's end: its handlers belong to the server, and a thread of the program may hang.
         os._exit(code)
 
 
 def _write(job: Sequence[Any], draws: "_Draws") -> None:
+    """Run the program, and write down its leaves or its error."""
     path, name, rows, mode, out, _ = job
     draws.is_quiet, draws.count = mode == "quiet", 0
     record: dict[str, Any] = {"error": None, "leaves": []}
@@ -333,11 +283,11 @@ def _write(job: Sequence[Any], draws: "_Draws") -> None:
         record |= {"error": f"{type(error).__name__}: {lines[0]}"[:300], "leaves": []}
     record |= {"draws": draws.count, "devices": len(jax.devices())}
     np.savez(f"{out}.part.npz", allow_pickle=False, record=np.array(json.dumps(record)), **arrays)
-    # By one rename: a file that is there is whole, even if the process is killed.
     os.replace(f"{out}.part.npz", f"{out}.npz")
 
 
 def _call(path: str, name: str, rows: int | None) -> Any:
+    """Import the user's file anew, and call its function."""
     sys.argv = [path]
     sys.path.insert(0, os.path.dirname(path))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -369,7 +319,6 @@ def _limits() -> Generator[None]:
     try:
         import resource
 
-        # Runs share the machine with this process, which must not be the one that the system ends for want of memory.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (WORKERS + 1)
     except (ImportError, OSError, ValueError):
         yield
