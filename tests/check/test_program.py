@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 def one_step(rows):
     places = NamedSharding(jax.make_mesh((len(jax.devices()),), ("d",)), P("d"))
-    return {"mean": jax.jit(jnp.mean)(jax.device_put(np.arange(rows, dtype=np.float32), places))}
+    return {"mean": jax.jit(jnp.mean)(jax.device_put(np.sin(np.arange(rows, dtype=np.float32)), places))}
 """
 
 
@@ -112,7 +112,7 @@ def test_the_command(program):
     right = program(MEAN)
     wrong = program(MEAN.replace("rows, dtype", "rows // len(jax.devices()) * len(jax.devices()), dtype"), "wrong.py")
     ends = {
-        target: harness.python(Path(synk.__file__).parent / "__main__.py", "check", target, "--devices", "2,3,4")
+        target: harness.python("-m", "synk", "check", target, "--devices", "2,3,4")
         for target in (right, wrong, right.replace("one_step", "none"))
     }
     assert [ended.returncode for ended in ends.values()] == [0, 1, 2]

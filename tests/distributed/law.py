@@ -1010,11 +1010,16 @@ def first_values(group, noted):
     assert w.value.tolist() == [0, 0, 0]
     synk.check_replicas(w)
     follower = optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, state))
-    start = np.full((3, 2), jax.process_index(), np.float32)
-    step = synk.train.step(lambda params, x: jnp.sum(params) * jnp.mean(x), start, follower, shard_optimizer=True)
+    start = synk.shared(np.full((3, 2), jax.process_index(), np.float32), name="params")
+
+    def make():
+        # The state in shards is made of the parameters as soon as the step is made.
+        return synk.train.step(lambda params, x: jnp.sum(params) * jnp.mean(x), start, follower, shard_optimizer=True)
+
     if jax.process_count() > 1:
-        raises(synk.errors.DisagreementError, "params", lambda: step.opt_state.value)
-    synk.broadcast(step.params)
+        raises(synk.errors.DisagreementError, "params", make)
+    synk.broadcast(start)
+    step = make()
     assert not step.opt_state.value.any() and step.opt_state.value.shape == (3, 2)
     synk.check_replicas(step.opt_state)
     made = [synk.shared(np.zeros(2)) for _ in range(1 + jax.process_index())][-1]  # its name is another in each
