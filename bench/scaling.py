@@ -14,6 +14,7 @@ import importlib
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import jax
 from record import about, cpu_devices, heading, progress, save
@@ -86,7 +87,7 @@ def main():
     print("replicas    rows   ms a step (quartiles)      rows/s   speed-up   efficiency")
     results = []
     for replicas in counts:
-        case = measure(make, replicas)
+        case: dict[str, Any] = measure(make, replicas)
         results.append(case)
         case["speed-up"] = case["rate"] / results[0]["rate"]
         case["efficiency"] = case["speed-up"] * counts[0] / replicas

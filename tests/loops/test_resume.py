@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import synk
-import synk.train
 from synk._saving import checkpoint_files, folder_lock, meetings, resume
 
 from ..helpers import Bar, numbers, slow_but

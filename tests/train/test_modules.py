@@ -107,6 +107,7 @@ def test_nnx_modules_that_share_a_variables_arrays(four):
     @synk.function(outputs="first")
     def train(x):
         model = nnx.merge(graph, both.value["model"])
+        assert model.bias is not None
         model.bias.set_value(model.bias + 1)
         return model(x).sum()
 

@@ -352,7 +352,7 @@ def test_reads_after_writes_everywhere(group, sharded):
     step = synk.function(lambda x: x.mean(), reduce="mean")
 
     @step.then
-    def step(x):
+    def _(x):
         w.value = jax.tree.map(lambda leaf: leaf * 2 + x, w.value)
         mean.value = jax.tree.map(lambda old, new: old + new, mean.value, w.value)
         w.value = jax.tree.map(lambda leaf: leaf / 2, w.value)
@@ -399,7 +399,7 @@ def test_a_variable_assigned_before_it_is_read(group):
     f = synk.function(lambda x: x.mean(), reduce="mean")
 
     @f.then
-    def f(x):
+    def _(x):
         w.value = x
         return w.value * 2
 
