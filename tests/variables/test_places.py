@@ -22,7 +22,7 @@ def test_a_variable_that_reads_one_that_differs(four, rows, slices):
     f = synk.function(lambda x: x.sum() * v.value)
 
     @f.then
-    def _(total):
+    def then(total):
         v.value = v.value + 0 * u.value
         return total
 

@@ -352,7 +352,7 @@ def test_reads_after_writes_everywhere(group, sharded):
     step = synk.function(lambda x: x.mean(), reduce="mean")
 
     @step.then
-    def _(x):
+    def then(x):
         w.value = jax.tree.map(lambda leaf: leaf * 2 + x, w.value)
         mean.value = jax.tree.map(lambda old, new: old + new, mean.value, w.value)
         w.value = jax.tree.map(lambda leaf: leaf / 2, w.value)
