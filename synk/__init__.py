@@ -78,14 +78,16 @@ for _type in (_Data, _Function, _Group, _Shared):
     _type.__module__ = "synk.typing"
 
 
-def __getattr__(name: str) -> _typing.Any:
-    """Load what is loaded at first use, which needs no import."""
-    if name in _MODULES:
-        return _importlib.import_module(f"synk.{name}")
-    if name in _AT_FIRST_USE:
-        _show(name, getattr(_importlib.import_module(f"synk.{_AT_FIRST_USE[name]}"), name))
-        return globals()[name]
-    raise AttributeError(f"module 'synk' has no attribute {name!r}{_old_names.instead_of(name)}")
+if not _typing.TYPE_CHECKING:  # for a checker of the user's program the names above are all that there are
+
+    def __getattr__(name: str) -> _typing.Any:
+        """Load what is loaded at first use, which needs no import."""
+        if name in _MODULES:
+            return _importlib.import_module(f"synk.{name}")
+        if name in _AT_FIRST_USE:
+            _show(name, getattr(_importlib.import_module(f"synk.{_AT_FIRST_USE[name]}"), name))
+            return globals()[name]
+        raise AttributeError(f"module 'synk' has no attribute {name!r}{_old_names.instead_of(name)}")
 
 
 def __dir__() -> list[str]:

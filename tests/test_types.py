@@ -25,6 +25,7 @@ synk.contrib.pairs(lambda a, b: a, np.ones(3), reduce="stack")
 synk.function(lambda x: x, engine="pmp")
 synk.stats.no_such_statistic
 synk.train.no_such_step
+synk.no_such_function
 """
 
 
