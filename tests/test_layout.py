@@ -120,20 +120,20 @@ PRIVATE = {
         "._refuse_if_absent _base.errors.public_api _base.partition.lengths_of _base.pytree.PyTree "
         "_reductions.outputs.is_whole _reductions.reduction.ELEMENTWISE _reductions.reduction.ElementwiseOp "
         "_reductions.reduction.Reduction _reductions.reduction.fold _reductions.reduction.reduction_of "
-        "_reductions.reduction.result_dtype _runtime.group.replica_axis",
+        "_reductions.reduction.result_dtype _runtime.way.replica_axis",
     "_power_sgd": "_base.errors.checked_integer",
     "_scan":
         "._refuse_if_absent _base.errors.public_api _base.partition.lengths_of _base.pytree.PyTree "
         "_base.pytree.exactly _base.pytree.first_change _call.parts.fill_up _reductions.collectives.all_gather "
-        "_reductions.reduction.constant_unless _runtime.group.replica_axis",
+        "_reductions.reduction.constant_unless _runtime.way.replica_axis",
     "_skeletons":
-        "._cached ._key _base.errors.shown _base.jax_context.is_traced _base.jax_context.trace_options "
+        "._cached ._key ._way _base.errors.shown _base.jax_context.is_traced _base.jax_context.trace_options "
         "_base.partition.lengths_of _base.pytree.PyTree _base.pytree.SCALARS _base.pytree.key_of "
         "_base.pytree.narrow _base.pytree.refuse_sparse _base.pytree.to_jax _call.binding.told_apart "
         "_call.compose.in_blocks _call.compose.own_mesh _call.compose.place_traced _call.compose.run_inlined "
         "_call.execute.run _call.parts.spare_rows _data.dataset.data_of_replicas _data.dataset.resident "
-        "_data.dataset.source_of _reductions.collectives.all_gather _runtime.group.replica_axis "
-        "_runtime.dispatch.LOCK _runtime.engine.spmd _runtime.executable.Executable _runtime.executable.ProgramSpec "
+        "_data.dataset.source_of _reductions.collectives.all_gather _runtime.way.replica_axis "
+        "_runtime.dispatch.LOCK _runtime.executable.Executable _runtime.executable.ProgramSpec "
         "_runtime.layout.layouts _tracing.context.current_trace _tracing.context.stateless _tracing.names.Names "
         "_variables.collectives.rows_held",
     "_tune":

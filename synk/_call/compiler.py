@@ -14,10 +14,9 @@ from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
 from .._reductions.collectives import all_gather
 from .._runtime.constants import Constant
-from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import GroupAsOne, axis_named, replica_axis
-from .._runtime.layout import Layout, Layouts, layouts
+from .._runtime.layout import layouts
+from .._runtime.way import Layout, Layouts, axis_named, replica_axis
 from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
@@ -130,7 +129,7 @@ class Compiler:
             assert call.lengths is not None
             own.insert(0, np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32))
         ins: list[Layout] = [*chain(*spec.ins)]
-        mapped = spec.body if spec.takes_all_replicas else spmd(self.group, spec.body, ins, spec.outs)
+        mapped = spec.body if spec.takes_all_replicas else self.group._way.map(spec.body, ins, spec.outs)
         return lambda *values: mapped(*values, *own)
 
     def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
@@ -225,16 +224,12 @@ class Compiler:
         max_rows = launch.sizes[0] if launch.sizes else None
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
-        part = part_of(table, self._own_rank() if rank is None else rank, max_rows, self.group.size, count)
+        part = part_of(table, self.group._way.rank() if rank is None else rank, max_rows, self.group.size, count)
         # How many rows there will be in all is not known yet, so a part weighs its rows.
         if self.call.is_over:
             part = part._replace(weight=jnp.asarray(part.count, jnp.result_type(float)))
         arrays = arrays_of(self.call, rest) if launch.sizes else PartArrays([], None, rest)
         return state, carry, arrays._replace(constants=dict(zip(constants, placed, strict=True))), part
-
-    def _own_rank(self) -> Any:
-        # One replica that all devices make has no axis.
-        return jnp.int32(0) if isinstance(self.group, GroupAsOne) else lax.axis_index(replica_axis())
 
     def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
         """Run the part of a replica, which has one of these sizes, and return its states."""
@@ -261,14 +256,14 @@ class Compiler:
             return self._run(launch, self._unpack(launch, part, jnp.int32(rank)), [launch.counts[rank]])
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            states = run_rank_by_rank(self.group, run, self._with_all_halos(launch, values, given), given)
+            states = self.group._way.in_turns(run, self._with_all_halos(launch, values, given), given)
             # What communicates needs all replicas at once, so the end of the program is mapped again.
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
 
             def finish(*values: jax.Array) -> list[jax.Array]:
                 return self._finish(launch, self._unpack(launch, values[len(states) :]), values[: len(states)])
 
-            return list(spmd(self.group, finish, ins, self._outs(launch))(*states, *values))
+            return list(self.group._way.map(finish, ins, self._outs(launch))(*states, *values))
 
         return body
 
@@ -284,7 +279,7 @@ class Compiler:
         arguments, places = list(values), list(self._exchanging(launch, len(values)))
         if places:
             outs = layouts("stacked", len(places))
-            extend = spmd(self.group, lambda *v: [self._with_halos(launch, v)[at] for at in places], given, outs)
+            extend = self.group._way.map(lambda *v: [self._with_halos(launch, v)[at] for at in places], given, outs)
             for at, extended in zip(places, extend(*values), strict=True):
                 arguments[at] = extended
         return arguments

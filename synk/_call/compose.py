@@ -9,7 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from .._base.errors import SynkError
 from .._base.jax_context import named_axes, trace_options, trace_surroundings, transfers_on_purpose
@@ -20,11 +20,12 @@ from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.outputs import ResultSpec
-from .._runtime.group import Group, axis_named, replica_axis
-from .._runtime.layout import Layout, put
+from .._runtime.group import Group
+from .._runtime.layout import put
+from .._runtime.way import Layout, axis_named, replica_axis
 from .binding import AUTO, BoundArguments, CallOptions
 from .compiler import Compiler
-from .kinds import Kind, check_row_count, checked_subset, refuse_parts, with_parts
+from .kinds import Kind, check_row_count, checked_subset, parts_asked, with_parts
 from .leaves import recognise_leaves, spec_of_part
 from .plan import Site, Traced, plan_key
 from .program import Epilogue, ProgramBuilder
@@ -51,8 +52,7 @@ def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     for words, is_used in refused.items():
         if is_used:
             raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
-    if function.engine == "jit":
-        refuse_parts(name, bound.spec, options.num_slices, {})
+    site.group._way.refuse_parts(name, parts_asked(bound.spec, options.num_slices))
     with axis_named(function.axis_name), own_mesh(name, site.group):
         # A traced result must be one array: rows cannot stay on replicas as `Data`, which no transformation knows.
         site = site._replace(function=function.gathering())
@@ -116,7 +116,7 @@ def own_mesh(name: str, group: Group) -> Generator[None]:
     has taken the name of the replicas' axis."""
     mesh = get_abstract_mesh()
     is_its_own = mesh == group.mesh.abstract_mesh
-    if not (mesh.empty or is_its_own or (group.is_simulated and set(mesh.axis_types) == {AxisType.Auto})):
+    if not (mesh.empty or is_its_own or group._way.fits_in(mesh)):
         # How JAX 0.9 and later, and how 0.8, call the axis of a pmap without a name.
         if any(str(axis).startswith(("_internal_pmap_axis_name", "<axis ")) for axis in mesh.shape):
             raise SynkError(f"{name}: it is traced inside jax.pmap, but runs on {group} itself. Leave jax.pmap out.")

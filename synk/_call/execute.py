@@ -1,6 +1,6 @@
 """Execute: feed and launch one call of a plan, and commit its updates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -82,11 +82,14 @@ def execute(ready: ReadyCall) -> Any:
 
 
 def execute_calls(
-    ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat, view: View | None = None
+    ready: ReadyCall,
+    calls: Sequence[tuple[Rows, Sequence[Any]]],
+    repeat: Repeat,
+    given: Mapping[Shared, VariableState] | None = None,
 ) -> list[Any]:
     """Run several calls in a row by one program, each with its rows and leaves, and commit their updates.
 
-    With a view they take the variables' states from it, and nothing is committed. Return the results, up to the first
+    Where states are given they take these, and nothing is committed. Return the results, up to the first
     call that is refused since its numbers are not finite.
 
     Raises:
@@ -94,7 +97,7 @@ def execute_calls(
       NotFinite: the first call is refused.
     """
     plan, lengths, ran = ready.plan, ready.rows.lengths, len(calls)
-    states = _states(ready) if view is None else {variable: view(variable) for variable in plan.accepts}
+    states = _states(ready) if given is None else given
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
     try:
@@ -118,7 +121,7 @@ def execute_calls(
             raise NotFinite
         return ran
 
-    if view is not None:
+    if given is not None:
         values = run(ready.function.name, plan.last, arguments)
     else:
         values = _launch(ready, states, arguments, count)
@@ -157,7 +160,7 @@ def _states(ready: ReadyCall) -> dict[Shared, VariableState]:
 
 def _launch(
     ready: ReadyCall,
-    states: dict[Shared, VariableState],
+    states: Mapping[Shared, VariableState],
     arguments: list[Sequence[Any]],
     count: Callable[[list[jax.Array]], int],
 ) -> list[jax.Array]:
@@ -212,9 +215,9 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     return result.tree(leaves)
 
 
-def evaluate(ready: ReadyCall, view: View | None = None) -> Outcome:
+def evaluate(ready: ReadyCall, given: Mapping[Shared, VariableState] | None = None) -> Outcome:
     """Run a call, perhaps with other states of variables, without committing its updates."""
-    states = {variable: (view or ready.state)(variable) for variable in ready.plan.accepts}
+    states = given or {variable: ready.state(variable) for variable in ready.plan.accepts}
     values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
     is_refused = ready.plan.has_flag and _is_refused(ready, values.pop())
     # A peer's failure is to be named here, and not at some later read.
@@ -224,7 +227,7 @@ def evaluate(ready: ReadyCall, view: View | None = None) -> Outcome:
     return Outcome(values[ready.plan.num_updated :], _updates(ready, values, states), ready.plan, is_refused)
 
 
-def check_variables(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
+def check_variables(ready: ReadyCall, states: Mapping[Shared, VariableState]) -> None:
     """Check that variables have as many rows on each replica as the call, and that those which must be equal are."""
     for variable in ready.plan.must_be_equal:
         if not states[variable].is_equal:
@@ -242,7 +245,7 @@ def check_variables(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
             )
 
 
-def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
+def _arguments(ready: ReadyCall, states: Mapping[Shared, VariableState]) -> list[Sequence[Any]]:
     """Run all launches of a call but the last, and return the arguments of the program that ends the call."""
     plan, lengths = ready.plan, ready.rows.lengths
     if plan.must_be_equal or plan.held:
@@ -270,7 +273,7 @@ def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Se
 
 
 def leaves_taken(
-    ready: ReadyCall, states: dict[Shared, VariableState], variables: Sequence[Shared]
+    ready: ReadyCall, states: Mapping[Shared, VariableState], variables: Sequence[Shared]
 ) -> list[list[jax.Array]]:
     taken: list[list[jax.Array]] = []
     for variable in variables:
@@ -333,12 +336,12 @@ def run(
 
 
 def _updates(
-    ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState], count: int = 1
+    ready: ReadyCall, values: list[jax.Array], states: Mapping[Shared, VariableState], count: int = 1
 ) -> dict[Shared, VariableState]:
     updates: dict[Shared, VariableState] = {}
     # What one call makes unequal, the next one reads.
     for _ in range(count):
-        states = states | updates if updates else states
+        states = {**states, **updates} if updates else states
         for variable, start, stop, abstract, depends_on in ready.plan.updates:
             # Equal inputs give equal values, so only what a new value depends on is looked at, never the value.
             is_equal = depends_on is not None

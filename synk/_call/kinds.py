@@ -29,7 +29,7 @@ from .._data.selection import (
 )
 from .._data.transfer import gather_rows
 from .._runtime.dispatch import retire_finished
-from .._runtime.group import Group, GroupAsOne
+from .._runtime.group import Group
 from .auto_slices import choose_slices
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall
@@ -79,8 +79,8 @@ class Kind:
         check_leaves(spec, specs, self.name)
         self._scattered = [specs[i] for i in spec.scattered]
         self._is_local = any(leaf.kind == "local" for leaf in self._scattered)
-        if function.engine == "jit":
-            refuse_parts(self.name, spec, slices, {"batch_s": self._has_batch_s, "synk.local": self._is_local})
+        of_parts = {"batch_s": self._has_batch_s, "synk.local": self._is_local}
+        site.group._way.refuse_parts(self.name, {**parts_asked(spec, slices), **of_parts})
         self._sort_by_rows()
         self.base = self._base_call(site, options)
         at_home = site.home is None or site.group is site.home._as_one
@@ -201,8 +201,8 @@ class Kind:
         # Arrays of JAX may lie where the only launch takes them.
         is_whole = (
             (leaf.kind, leaf.key, raw.dtype, overlap) == ("array", None, dtype, None)
-            and lengths is not None and is_run and count == leaf.shape[0] and len(set(lengths)) == 1
-            and self._slices == 1 and self._block is None and not isinstance(site.group, GroupAsOne)
+            and lengths is not None and is_run and count == leaf.shape[0]
+            and site.group._way.rows_sent(max(lengths)) == count and self._slices == 1 and self._block is None
         )  # fmt: skip
         return InputSpec(place, self._what(place), read, feed, raw.shape[1:], dtype, None, is_whole)
 
@@ -357,14 +357,9 @@ class Kind:
         return values_on_host(rows, leaves, self._spec.broadcast)
 
 
-def refuse_parts(name: str, spec: ArgumentSpec, slices: int, others: dict[str, bool]) -> None:
-    """Raise ValueError if a call that is to run as one part asks for several parts, or for rows of replicas."""
-    for what, is_asked in {"num_slices": slices > 1, "synk.Overlap": any(spec.overlaps), **others}.items():
-        if is_asked:
-            raise ValueError(
-                f'{name}: engine="jit" runs all rows of a call as one part, so it does not go with {what}. Leave out '
-                f"one of the two."
-            )
+def parts_asked(spec: ArgumentSpec, slices: int) -> dict[str, bool]:
+    """Tell for each word of the user's that speaks of parts whether a call has it."""
+    return {"num_slices": slices > 1, "synk.Overlap": any(spec.overlaps)}
 
 
 def read_resident(leaf: Any, group: Group) -> jax.Array:
@@ -446,7 +441,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
         # Blocks run one at a time anyway.
         options = options._replace(num_slices=1)
     elif options.num_slices == AUTO:
-        choice = SliceChoice(1, 1) if isinstance(group, GroupAsOne) else _choose(site, bound, options)
+        choice = SliceChoice(1, 1) if group._way.is_one else _choose(site, bound, options)
         options = options._replace(num_slices=choice.slices)
     kind, leaves = recognise(site, bound, options)
     form, rows = kind.select(site, leaves, options)

@@ -16,7 +16,7 @@ from .._data.process_rows import ProcessLocalRows
 from .._data.sources import as_source, is_in_memory
 from .._data.staging import is_staged, send_copy
 from .._data.transfer import PickedRows
-from .._runtime.group import Group, GroupAsOne
+from .._runtime.group import Group
 from .._runtime.layout import host_copy, put, replicate, takes
 from .._variables.collectives import rows_held
 from .._variables.variable import Shared
@@ -236,7 +236,7 @@ def stack_leaves(group: Group, leaves: Sequence[Any], most: int) -> Any:
 
 def _resident(group: Group, leaf: Any) -> jax.Array:
     # One replica of all devices takes the copies that the replicas have.
-    return resident(leaf, group._home if isinstance(group, GroupAsOne) else group)
+    return resident(leaf, group._home)
 
 
 def _replicate_data(group: Group, leaf: Any) -> jax.Array:

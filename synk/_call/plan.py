@@ -17,13 +17,13 @@ from .._base.errors import warn
 from .._data.transfer import PartRows
 from .._reductions.outputs import OutputSpec, ResultSpec
 from .._runtime.executable import Executable, translate_error
-from .._runtime.group import Group, GroupAsOne
-from .._runtime.layout import Layout
+from .._runtime.group import Group
+from .._runtime.way import Layout
 from .._tracing.fingerprint import without_objects
 from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
-from .._variables.views import View, view_from, view_of_shapes
+from .._variables.views import ShapesAlone, View, view_from
 from .compiler import Compiler
 from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
@@ -322,7 +322,7 @@ class Site(NamedTuple):
     def as_one(self) -> "Site":
         """Return the site of the same calls where all devices make one replica."""
         home, group = self.home or self.group, self.group._as_one
-        view = view_of_shapes(group) if self.way == "absent" else view_from(home, group)
+        view = ShapesAlone(group) if self.way == "absent" else view_from(home, group)
         return self._replace(group=group, home=home, view=view)
 
     def state(self, variable: Shared) -> VariableState:
@@ -507,7 +507,7 @@ def _make_plan(
     accepts: Mapping[Shared, tuple[AbstractState, ...]],
 ) -> CallPlan:
     builder, traces, call, result = epilogue.builder, epilogue.traces, epilogue.call, epilogue.result
-    if isinstance(builder.group, GroupAsOne) and call.has_rows:
+    if builder.group._way.is_one and call.has_rows:
         plans.count_rows(builder.function.name, max(size or 0 for size in builder.traced))
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
     programs, start, finish = compiler.compile(plans.owner)
@@ -573,7 +573,7 @@ def _must_be_equal(traces: CallTraces, depends_on: Mapping[Shared, tuple[Shared,
 def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:
     """Return for each updated variable the variables that must be equal for its new value to be; None if never."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first, is_one = epilogue.builder.first, isinstance(epilogue.builder.group, GroupAsOne)
+    first, is_one = epilogue.builder.first, epilogue.builder.group._way.is_one
     for variable, _ in first.writes:
         # Replicas see other rows, so what `fn` writes differs, whatever it computes: equality is derived and never
         # compared.

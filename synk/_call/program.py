@@ -27,10 +27,8 @@ from .._reductions.reduction import (
     prepare_part,
 )
 from .._runtime.constants import resolve
-from .._runtime.engine import divided
-from .._runtime.group import axis_named, replica_axis
-from .._runtime.layout import Layout
 from .._runtime.shards import Shard, shard_shape, sum_to_shards, whole
+from .._runtime.way import Layout, axis_named, replica_axis
 from .._tracing.context import stateless
 from .._tracing.sharded import ShardedSum
 from .._tracing.tracer import TracedFunction
@@ -294,7 +292,9 @@ class ProgramBuilder:
         where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
         held = [(leaf, where) for variable in self._held for leaf in state[variable]]
         halos = [*map(halo_of, self.call.arguments.overlaps), *(0 for _ in held)]
-        return divided(self.group, arrays._replace(arrays=[*arrays.arrays, *held]).read(size or 0, halos, part.count))
+        return self.group._way.divided(
+            arrays._replace(arrays=[*arrays.arrays, *held]).read(size or 0, halos, part.count)
+        )
 
     def _without_weightless(
         self, run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], leaves: Sequence[jax.Array]

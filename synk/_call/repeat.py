@@ -11,9 +11,8 @@ import numpy as np
 from jax import lax
 
 from .._base.pytree import bits_of
-from .._runtime.engine import spmd
-from .._runtime.group import Group, GroupAsOne
-from .._runtime.layout import Layout
+from .._runtime.group import Group
+from .._runtime.way import Layout
 from .program import Epilogue
 
 # Why calls run alone, as far as that is known before they are traced.
@@ -77,7 +76,7 @@ def repeated(
 
     def body(*values: jax.Array) -> list[jax.Array]:
         # The axis of the replicas has its name while the program is traced.
-        mapped = spmd(group, single, given_layouts, outs, engine)
+        mapped = group._way.map(single, given_layouts, outs, engine)
         is_there, given = values[flags], [*values[:flags], *values[flags + 1 :]]
         own = [of_each(i, given[i]) for i in rule.own]
 
@@ -143,7 +142,7 @@ def why_alone(epilogue: Epilogue) -> str:
     kept = sum(prod(states[i].shape) * bits_of(states[i].dtype) // 8 for i in builder.kept)
     traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
     reasons = {
-        'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
+        'engine="jit" runs it': builder.group._way.is_one,
         SLICES: call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),

@@ -16,7 +16,7 @@ from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN
-from .._runtime.group import AXIS
+from .._runtime.way import AXIS
 from .binding import ArgumentBinder, ArgumentSpec, CallOptions
 
 

@@ -17,15 +17,14 @@ from .._data.overlap import halo_of
 from .._data.row_keys import refuse_rbg
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._reductions.reduction import WEIGHTS_APART
-from .._runtime.engine import dividing_mesh
-from .._runtime.group import Group, GroupAsOne
+from .._runtime.group import Group
 from .._tracing.context import NoAxisError, TraceContext
 from .._tracing.fingerprint import ByIdentity, fingerprint
 from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.state import AbstractState, refuse_narrow
 from .._variables.variable import Shared, state_in
-from .._variables.views import View, view_of_shapes
+from .._variables.views import View
 from .binding import constant_of
 from .row_map import map_rows
 from .spec import CallSpec, FunctionSpec
@@ -65,11 +64,7 @@ class CallTraces:
         refuse_narrow(variable._state.abstract, variable.name)
         if self.view is None:
             return state_in(variable, self.group).abstract
-        if isinstance(self.group, GroupAsOne):
-            return view_of_shapes(self.group)(variable).abstract
-        # A view may copy a value, which under a trace would become an equation.
-        with jax.ensure_compile_time_eval():
-            return self.view(variable).abstract
+        return self.view.abstract(variable)
 
     @property
     def accepts(self) -> dict[Shared, tuple[AbstractState]]:
@@ -90,10 +85,9 @@ class CallTraces:
 
     def _expected(self, fn: Any) -> list[Shared]:
         """Return the variables that `fn` will probably read. Guessing right saves a second trace."""
-        # A view may copy each variable it looks at, also those that the function does not read. Guessing right saves a
-        # second trace.
-        is_cheap = self.view is None or isinstance(self.group, GroupAsOne)
-        return list(filter(self._is_readable, shared_in(fn))) if is_cheap else []
+        # A view may copy each variable it looks at, also those that the function does not read.
+        copies = self.view is not None and self.view.copies
+        return [] if copies else list(filter(self._is_readable, shared_in(fn)))
 
     def _is_readable(self, variable: Shared) -> bool:
         # A variable that the function names and does not read must not fail the call.
@@ -108,7 +102,7 @@ class CallTraces:
         # A collective inside `fn` must see the rows of all replicas: not those of one slice or batch, nor branches.
         # Rows of a map know nothing of one another, unless they have an axis of their own.
         # In one replica each batch of `over` is all rows.
-        is_sliced = call.num_slices > 1 if function.engine == "jit" else call.is_sliced
+        is_sliced = call.num_slices > 1 if self.group._way.is_one else call.is_sliced
         is_whole = not (is_sliced or function.of_one_row == "alone")
         has_axis = is_whole and call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
@@ -139,7 +133,7 @@ class CallTraces:
             variables=[*self._expected(function.fn), *self.touched],
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
-            mesh=dividing_mesh(self.group),
+            mesh=self.group._way.dividing_mesh,
         )
         traced = self._trace(request, zip(call.arguments.names, leaves, strict=True), seen)
         self._check_allowed(traced)
@@ -191,6 +185,11 @@ class CallTraces:
         tells_size = bool(traced.uses_rank - (TELLING_ROWS_APART - _EXCHANGES)) or traced.uses_size
         return not (tells_size or any(v._spec.storage.is_sharded for v in traced.variables))
 
+    @property
+    def _is_cure(self) -> bool:
+        """Tell whether one replica takes all rows since they do not divide, and not since the user asked for it."""
+        return self.group._way.is_one and self.function.engine != "jit"
+
     def _or_jit(self, traced: TracedFunction | None) -> str:
         """Name engine="jit" as a cure, where it would run this call."""
         function, call = self.function, self.call
@@ -220,7 +219,7 @@ class CallTraces:
     def _check_allowed(self, traced: TracedFunction) -> None:
         """Refuse what this kind of call cannot do: ask for a rank in one replica of all, or update some variables."""
         function, call = self.function, self.call
-        if isinstance(self.group, GroupAsOne) and function.engine != "jit" and not self._runs_as_one(traced):
+        if self._is_cure and not self._runs_as_one(traced):
             raise ValueError(
                 f"{function.name}: it communicates, and asks for its rank or the number of replicas, so rows must "
                 f"divide. Give rows that do.{self._or_jit(traced)}"
@@ -243,7 +242,7 @@ class CallTraces:
                 )
             if self.holds_rows(variable) and call.held_index is not None:
                 raise cannot_update_rows(function.name, variable.name)
-            if self.holds_rows(variable) and isinstance(self.group, GroupAsOne):
+            if self.holds_rows(variable) and self.group._way.is_one:
                 raise ValueError(
                     f"{function.name}: {variable.name} holds rows, which one replica of all devices reads and cannot "
                     f"update. Take the rows as an argument, and return the new ones."
@@ -299,12 +298,12 @@ class CallTraces:
             ),
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,
-            mesh=dividing_mesh(self.group),
+            mesh=self.group._way.dividing_mesh,
         )
         traced = self._trace(request)
         # What it combines is equal on all replicas, so a sum counts them.
         tells_size = bool(traced.uses_rank) or traced.uses_size or traced.communicates
-        if tells_size and isinstance(self.group, GroupAsOne) and function.engine != "jit":
+        if tells_size and self._is_cure:
             raise ValueError(
                 f"{function.name}.then: it communicates, or asks for its rank or the number of replicas, but rows that "
                 f"do not divide run as one replica, since {function.name} communicates. Give rows that "

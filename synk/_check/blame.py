@@ -17,8 +17,9 @@ from .._call.plan import PlanCache, Site
 from .._data.process_rows import ProcessLocalRows
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
-from .._runtime.group import Group, replica_axis
-from .._runtime.layout import Layout, layouts
+from .._runtime.group import Group
+from .._runtime.layout import layouts
+from .._runtime.way import Layout, replica_axis
 from .._variables.variable import Shared
 from .probe import ALL_KINDS, Kinds, Prober, kinds_of
 from .serial import CallRows

@@ -114,7 +114,7 @@ class Prober:
         # Each row once, on one device: sums over a row that is repeated may overflow where its own do not.
         assert self._rows is not None
         runner = Runner(self._function, PlanCache(), *self._rows.call_of(rows), self._site.home or self._site.group)
-        one, view = runner.serial.group, runner.serial.state
+        one, view = runner.serial.group, runner.serial.view
         try:
             ready = runner.ready(runner.serial, self._function)
             if not self._has_kinds(ready):
@@ -124,7 +124,11 @@ class Prober:
             return True, None
         # The equations run one after the other.
         traced = CallTraces(self._function, one, ready.call, view).of_rows(len(rows), keeps_lines=True)
-        pairs = [pair for v in traced.variables for pair in zip(view(v).leaves, view(v).abstract.shapes, strict=True)]
+        pairs = [
+            pair
+            for v in traced.variables
+            for pair in zip(runner.serial.state(v).leaves, runner.serial.state(v).abstract.shapes, strict=True)
+        ]
         leaves = [leaf.reshape(shape.shape) for leaf, shape in pairs]
         arrays = feed_rows(one, ready.rows, split_into_launches((len(rows),), 1)[0])
         arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)

@@ -10,10 +10,8 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import DivergedError, public_api
-from .._runtime.engine import Body
 from .._runtime.executable import as_bits, run_collective, translate_peer_errors
-from .._runtime.group import replica_axis
-from .._runtime.layout import Layout
+from .._runtime.way import Body, Layout, replica_axis
 from .._tracing.context import eager
 from .._variables.collectives import variables_of
 from .._variables.state import VariableState

@@ -15,7 +15,7 @@ from .._base.pytree import as_keys, fitting, key_of, named, narrow
 from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.executable import relayout, replica_to_host
 from .._runtime.group import Group, current_group
-from .._runtime.layout import Layout
+from .._runtime.way import Layout
 from .places import PLACES, Place, PlaceName, ReplicaRows
 from .sources import Reader, Source, as_number_dtype, as_rows, index_within, read_within, share_rows
 

@@ -8,10 +8,10 @@ import numpy as np
 from jax import lax
 
 from .._base.partition import split_rows
-from .._runtime.engine import Body
 from .._runtime.executable import Executable, ProgramSpec, run_collective
-from .._runtime.group import Group, replica_axis
-from .._runtime.layout import Layouts, put
+from .._runtime.group import Group
+from .._runtime.layout import put
+from .._runtime.way import Body, Layouts, replica_axis
 
 # The data, and the index.
 _INS: Layouts = ["stacked", "replicated"]

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 
 from .._runtime.group import Group
-from .._runtime.layout import Layout
+from .._runtime.way import Layout
 from .overlap import Overlap, halo_of
 from .selection import IndexKind
 
@@ -37,7 +37,7 @@ class InputFeed(NamedTuple):
         max_rows += halo_of(self.overlap)
         # Neighbours travel with the rows of each part, so every layout but a whole array has room for them.
         front = {
-            "rows": (group._rows_sent(max_rows),),
+            "rows": (group._way.rows_sent(max_rows),),
             "stacked": (group.size, self.size or max_rows),
             "replicated": (self.size,),
         }

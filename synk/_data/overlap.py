@@ -12,7 +12,7 @@ from jax import lax
 from .._base.errors import checked_integer, public_api
 from .._base.partition import split_rows
 from .._base.pytree import exactly
-from .._runtime.group import replica_axis
+from .._runtime.way import replica_axis
 from .transfer import PartRows
 
 Edge: TypeAlias = Literal["nearest", "cyclic", "reflect", "fill"]

@@ -11,7 +11,8 @@ from .._base.partition import lengths_of, split_rows
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
-from .._runtime.layout import Layout, put
+from .._runtime.layout import put
+from .._runtime.way import Layout
 from .feed import InputFeed
 from .host_buffers import fresh
 from .overlap import Overlap, halo_of

@@ -11,8 +11,9 @@ from .._base.errors import public_api
 from .._base.partition import split_rows
 from .._base.pytree import key_of, refuse_tracer
 from .._runtime.executable import run_collective, translate_peer_errors
-from .._runtime.group import Group, replica_axis
+from .._runtime.group import Group
 from .._runtime.layout import put
+from .._runtime.way import replica_axis
 from .selection import Selection
 from .sources import HostSource, as_source
 from .transfer import gather_rows

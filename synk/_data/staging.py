@@ -14,7 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from .._base.pytree import bits_of
 from .._runtime.dispatch import uninterrupted
-from .._runtime.group import Device, Group
+from .._runtime.group import Group
+from .._runtime.way import Device
 from .sources import Copy, copy_rows
 
 # From any other memory XLA sends through a small page-locked buffer, which one thread fills (bench/gpu.py).

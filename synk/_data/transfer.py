@@ -10,7 +10,7 @@ import numpy as np
 
 from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
-from .._runtime.group import Group, GroupAsOne
+from .._runtime.group import Group
 from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is_placed, put
 from .host_buffers import SMALL, acquire
 from .selection import Selection
@@ -58,8 +58,7 @@ class PartRows(NamedTuple):
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
     """Send each replica its rows of the selection, as one array of layout "rows"."""
-    if isinstance(group, GroupAsOne):
-        home = group._home
+    if group is not (home := group._home):
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     # A `jax.Array` that lies in its place is returned itself. Any other result shares no memory with the user's arrays.
     max_rows, has_one = part_rows.max_rows, group._has_one_device
@@ -221,7 +220,7 @@ def _is_picked_by_host(group: Group, source: jax.Array) -> bool:
 
 
 def is_sent_by_host(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> bool:
-    if isinstance(group, GroupAsOne):
+    if group is not group._home:
         group, part_rows = group._home, _blocks(part_rows.max_rows, group._home.size)
     if not isinstance(source, jax.Array):
         return True

@@ -14,8 +14,9 @@ from .._base.errors import checked_integer, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.units import counted, parse_memory
 from .._runtime.dispatch import LOCK, drain, leave_to_runtime
-from .._runtime.group import ALONE, CURRENT, Device, Group, current_group, make_group
+from .._runtime.group import ALONE, CURRENT, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
+from .._runtime.way import Device
 from .compilation_cache import checked_folder, use_folder
 
 

@@ -26,7 +26,7 @@ from .._data.dataset import Data
 from .._data.overlap import widened
 from .._data.transfer import PartRows, is_sent_by_host
 from .._runtime.executable import Executable, relayout
-from .._runtime.group import Group, GroupAsOne
+from .._runtime.group import Group
 from .._runtime.layout import is_placed
 from .._variables.state import VariableState
 from .._variables.variable import Shared
@@ -71,11 +71,11 @@ def explain(ready: ReadyCall, bound: BoundArguments, plans: PlanCache, was_compi
 
 def _way_to_run(ready: ReadyCall) -> str:
     """Say whether replicas run their rows, or one replica of all devices runs all rows, and why."""
-    if not isinstance(ready.group, GroupAsOne):
-        return "each replica runs its rows"
-    size, rows = ready.group._home.size, sum(ready.rows.lengths or ())
-    why = 'engine="jit"' if ready.function.engine == "jit" else f"{rows} rows do not divide over {size} replicas"
-    return f"{why}: all devices make one replica, among which XLA divides the work"
+    way, home, rows = ready.group._way.in_words, ready.group._home, sum(ready.rows.lengths or ())
+    if ready.group is home:
+        return way
+    why = 'engine="jit"' if ready.function.engine == "jit" else f"{rows} rows do not divide over {home.size} replicas"
+    return f"{why}: {way}"
 
 
 def _per_launch(ready: ReadyCall) -> str:
@@ -87,11 +87,11 @@ def _per_launch(ready: ReadyCall) -> str:
 
 def _whole(ready: ReadyCall, flops: int) -> list[str]:
     """Name the operations that run whole on every device where XLA divides the work, with their share of the flops."""
-    rows = sum(ready.rows.lengths or ())
-    if not isinstance(ready.group, GroupAsOne) or ready.group._home.size == 1 or not rows:
+    rows, mesh = sum(ready.rows.lengths or ()), ready.group._way.dividing_mesh
+    if mesh is None or not rows:
         return []
     text = ready.plan.last.compiled.as_text() or ""
-    found = {**dict.fromkeys(ready.plan.whole), **whole_operations(text, rows, ready.group._home.size)}
+    found = {**dict.fromkeys(ready.plan.whole), **whole_operations(text, rows, mesh.size)}
     return [name if part is None else f"{name} ({part / max(flops, 1):.0%} of flops)" for name, part in found.items()]
 
 
@@ -179,7 +179,7 @@ def _way(ready: ReadyCall, i: int) -> tuple[str, int]:
         if not is_sent_by_host(ready.group, source, selection, launches[0], rows.dtype):
             return "rows of an array on the devices", 0
         # All replicas get as many rows as the longest part has.
-        sent = sum(ready.group._rows_sent(parts.max_rows) for parts in launches)
+        sent = sum(ready.group._way.rows_sent(parts.max_rows) for parts in launches)
         return "rows from the host", sent * _row_bytes(rows)
     if rows.scattered_rows is not None:
         # Each replica is told which rows each replica wants.
@@ -280,7 +280,7 @@ def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
     # JAX returns before the devices are done, so both moments are told.
     with TraceAnnotation(CALL):
         # Prepared again inside the mark, since a real call prepares itself too.
-        outcome = evaluate(prepare(), states.__getitem__)
+        outcome = evaluate(prepare(), states)
     host = perf_counter() - start
     with TraceAnnotation(END):
         jax.block_until_ready((outcome.leaves, [state.leaves for state in outcome.updates.values()]))

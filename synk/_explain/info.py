@@ -11,7 +11,8 @@ import jax
 from .._base.errors import public_api
 from .._base.units import UNKNOWN, counted, number_text, size_text
 from .._runtime.dispatch import CPU_CAN_WEDGE
-from .._runtime.group import CURRENT, Device
+from .._runtime.group import CURRENT
+from .._runtime.way import Device
 from .page import text
 from .target import known_accelerator
 

@@ -10,7 +10,8 @@ from jax.experimental import topologies
 
 from .._base.errors import SynkError, checked_integer, in_a_line, public_api
 from .._base.units import parse_memory
-from .._runtime.group import CURRENT, Accelerator, Device, Group, make_group
+from .._runtime.group import CURRENT, Group, make_group
+from .._runtime.way import Accelerator, Device
 
 
 class _Gpu(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._runtime.group import Device
+from .._runtime.way import Device
 from .report import Spent
 
 # Marks of a profile: a call until it comes back, and from there until the devices are done.

@@ -13,7 +13,7 @@ from .._call.spec import FunctionSpec, with_then
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
-from .._runtime.engine import EngineName
+from .._runtime.way import EngineName
 from .function import Function
 
 Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None

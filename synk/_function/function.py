@@ -708,7 +708,7 @@ class Function:
         site = self._site_in(current_group(), "absent")
         if site.group.accelerator is None or site.view is not None:
             return site
-        from .._variables.views import view_of_shapes
+        from .._variables.views import ShapesAlone
 
         # Variables have their values in another group, on devices of this machine. Their shapes do to compile.
-        return site._replace(view=view_of_shapes(site.group))
+        return site._replace(view=ShapesAlone(site.group))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._runtime.group import replica_axis
+from .._runtime.way import replica_axis
 
 Arrays = Sequence[jax.Array]
 

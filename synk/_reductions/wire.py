@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .._base.pytree import PyTree
-from .._runtime.group import replica_axis
+from .._runtime.way import replica_axis
 from .collectives import packed
 
 WireName: TypeAlias = Literal["bf16", "int8"]

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from .group import Group, GroupAsOne
+from .group import Group
 from .layout import put
 
 # XLA's CPU compiler copies larger constants of a branch in each call, and takes seconds for 100 MB of constants.
@@ -30,7 +30,7 @@ class Constant:
 
     def on(self, group: Group) -> jax.Array:
         """Return the array on every replica; send it once a group."""
-        home = group._home if isinstance(group, GroupAsOne) else group
+        home = group._home
         return home._cached(self, None, lambda: put(home, self.value, "replicated"))
 
 

@@ -32,20 +32,10 @@ from .dispatch import (
     retire_finished,
     wait_for_capacity,
 )
-from .engine import Body, spmd
-from .group import Group, axis_named, replica_axis
-from .layout import (
-    Layout,
-    Layouts,
-    constant,
-    describe_shapes,
-    layouts,
-    local_replica_to_host,
-    put,
-    sharding_of,
-    stack_parts,
-)
+from .group import Group
+from .layout import constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of, stack_parts
 from .watchdog import WATCHDOG
+from .way import Body, Layout, Layouts, axis_named, replica_axis
 
 # The bytes that XLA may pack into one all-reduce on GPUs. Under XLA's own limit (30 MB) most gradients wait for the
 # last ones. See bench/gpu_programs.py, and https://docs.jax.dev/en/latest/gpu_performance_tips.html
@@ -63,7 +53,7 @@ class ProgramSpec:
       shapes: the global shapes of each list; empty to compile for the arguments of a call.
       outs: the layouts of the results.
       donate: the lists that may be overwritten, by number.
-      engine: how `body` is mapped, an entry of `ENGINES`.
+      engine: how `body` is mapped, `engine=` of its function.
       name: the program's name in messages, logs and profiles.
       variables: names of the variables that it reads and writes, which processes compare too.
       options: options of the compiler, in addition to those of the group's platform.
@@ -216,7 +206,7 @@ def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None)
 
     ins: list[Layout] = [*chain(*spec.ins)]
     layouts: list[Layout] = [*spec.outs, "stacked"]
-    mapped = with_token if spec.takes_all_replicas else spmd(group, with_token, ins, layouts, spec.engine)
+    mapped = with_token if spec.takes_all_replicas else group._way.map(with_token, ins, layouts, spec.engine)
     axis = replica_axis()
 
     def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:

@@ -5,82 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import (
-    Callable,
-    Generator,
-    Hashable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from traceback import walk_stack
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import jax
-import numpy as np
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-)
+from jax.sharding import Mesh, NamedSharding
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
 from .dispatch import CPU_CAN_WEDGE, LOCK, call_in_helpers
-
-# Its name in every group's mesh.
-AXIS = "replica"
-
-# Each thread traces functions of its own, whose axis may have another name.
-_name = ContextVar("name of the replicas' axis", default=AXIS)
-
-
-def replica_axis() -> str:
-    """Return the name of the replicas' axis in the function or program that is traced around this line."""
-    return _name.get()
-
-
-@contextmanager
-def axis_named(name: str) -> Generator[None]:
-    """Trace functions and programs, inside a `with` block, in which the replicas' axis has this name."""
-    token = _name.set(name)
-    try:
-        yield
-    finally:
-        _name.reset(token)
-
-
-# JAX exports the class without a type.
-Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
+from .way import Absent, Accelerator, AsOne, Device, Mapped, Replicas, Way
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """Memory and speeds of a kind of device, by its maker's data sheet.
-
-    Attributes:
-      name: what `synk.target` calls them.
-      memory: bytes a device.
-      usable_memory: of these, what programs may use as JAX is set up (XLA_PYTHON_CLIENT_MEM_FRACTION, of GPUs).
-      flops: dense bfloat16 operations a second a device.
-      bandwidth: bytes a second between a device and its memory.
-      link: bytes a second, one way, between devices of one host.
-    """
-
-    name: str
-    memory: int
-    usable_memory: int
-    flops: float
-    bandwidth: float
-    link: float
 
 
 class Peers:
@@ -132,17 +72,29 @@ class Group:
       3 True [0, 1, 2]
     """
 
-    devices: tuple[Device, ...]
-    mesh: Mesh
     is_simulated: bool
+    _way: Way
     _peers: Peers
-    accelerator: Accelerator | None = None
     # By the user: bytes, or a fraction.
     _memory: int | float | None = None
+    # The group in which variables and data live, where all its devices make this one's replica.
+    _of: Group | None = None
     _caches: WeakKeyDictionary[Any, BoundedCache] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
-    @property
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        return self._way.devices
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return self._way.mesh
+
+    @cached_property
+    def accelerator(self) -> Accelerator | None:
+        return self._way.accelerator
+
+    @cached_property
     def size(self) -> int:
         """Return the number of replicas."""
         return len(self.devices)
@@ -177,7 +129,7 @@ class Group:
 
     @cached_property
     def _is_multi_process(self) -> bool:
-        return len(self._local_ranks) < self.size
+        return len(self._home._local_ranks) < self._home.size
 
     @cached_property
     def _per_process(self) -> int:
@@ -194,32 +146,28 @@ class Group:
     @cached_property
     def stacked(self) -> NamedSharding:
         """Return the sharding of an array with axis 0 over the replicas."""
-        return NamedSharding(self.mesh, PartitionSpec() if self.is_simulated else PartitionSpec(AXIS))
+        return self._way.stacked
 
     @cached_property
     def replicated(self) -> NamedSharding:
         """Return the sharding of a value that all replicas share."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return self._way.replicated
 
-    @cached_property
-    def rows(self) -> NamedSharding:
-        """Return the sharding of rows, which are cut over the replicas."""
-        return self.stacked
-
-    def _rows_sent(self, rows: int) -> int:
-        """Return how many rows an array has that brings each replica so many."""
-        return rows * self.size
+    @property
+    def _home(self) -> Group:
+        """Return the group in which variables and data live: itself, unless all its devices make one replica."""
+        return self._of or self
 
     @cached_property
     def _as_one(self) -> Group:
         """Return the group of one replica that all devices make together; XLA divides its work among them."""
-        own = (self.devices[self._local_ranks.start],)
-        return GroupAsOne(own, self.mesh, self.is_simulated, self._peers, self.accelerator, self._memory, _home=self)
+        way = AsOne(self._way, self.devices[self._local_ranks.start])
+        return Group(self.is_simulated, way, self._peers, self._memory, self)
 
     @cached_property
     def _limits_in_flight(self) -> bool:
         """Check whether programs that nobody waits for can block the devices."""
-        return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
+        return CPU_CAN_WEDGE and self.platform == "cpu" and self.mesh.devices.size > 1
 
     def _derived(self, devices: tuple[Device, ...], is_simulated: bool) -> Group:
         # Made once, since plans and variables are kept by the group, and a group is equal to itself alone.
@@ -245,6 +193,8 @@ class Group:
         raise TypeError(f"{self}: a group has the devices of a process, and is not copied or pickled. Make one there.")
 
     def __repr__(self) -> str:
+        if self._of is not None:
+            return repr(self._of)
         if self.accelerator is not None:
             hosts = len({device.process_index for device in self.devices})
             where = f" in {hosts} hosts" if hosts > 1 else ""
@@ -261,39 +211,6 @@ class Group:
 
     def __exit__(self, *error: object) -> None:
         CURRENT.group = self._groups_before.pop()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class GroupAsOne(Group):
-    """All devices of another group as one replica. Its arrays lie as those of the other group do."""
-
-    _home: Group = None  # type: ignore[assignment]  # fields before it have defaults
-
-    @cached_property
-    def stacked(self) -> NamedSharding:
-        return self._home.replicated
-
-    @cached_property
-    def replicated(self) -> NamedSharding:
-        return self._home.replicated
-
-    @cached_property
-    def rows(self) -> NamedSharding:
-        return self._home.stacked
-
-    @cached_property
-    def _is_multi_process(self) -> bool:
-        return self._home._is_multi_process
-
-    @cached_property
-    def _limits_in_flight(self) -> bool:
-        return self._home._limits_in_flight
-
-    def _rows_sent(self, rows: int) -> int:
-        return -(-rows // self._home.size) * self._home.size
-
-    def __repr__(self) -> str:
-        return f"{self._home!r}"
 
 
 class _CurrentGroup:
@@ -361,7 +278,9 @@ def make_group(
     accelerator: Accelerator | None = None,
     memory: int | float | None = None,
 ) -> Group:
-    # Under Explicit axes jnp functions ask users for shardings:
-    # https://docs.jax.dev/en/latest/parallel.html
-    mesh = Mesh(np.array(devices[:1] if is_simulated else devices), (AXIS,), axis_types=(AxisType.Auto,))
-    return Group(devices, mesh, is_simulated, peers, accelerator, memory)
+    if accelerator is not None:
+        way = Absent(devices, accelerator)
+    else:
+        # A single replica needs no map, whatever it stands for.
+        way = Mapped(devices) if is_simulated and len(devices) > 1 else Replicas(devices)
+    return Group(is_simulated, way, peers, memory)

@@ -1,11 +1,7 @@
-"""Layout: how arrays of a group lie on its devices, and how values get there and back.
-
-Between programs an array is *stacked* (one entry a replica on axis 0), *rows* (axis 0 cut over the replicas) or
-*replicated* (one value that all share). A program's body sees one replica's part of each.
-"""
+"""Layout: how arrays of a group lie on its devices, and how values get there and back."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +11,7 @@ from jax.sharding import NamedSharding
 from .._base.pytree import fitting, narrow, narrowed, number_dtype
 from .dispatch import LOCK
 from .group import Group
-
-Layout: TypeAlias = Literal["replicated", "stacked", "rows"]
-Layouts: TypeAlias = Sequence[Layout]
+from .way import Layout
 
 
 def layouts(layout: Layout, count: int) -> list[Layout]:
@@ -25,7 +19,7 @@ def layouts(layout: Layout, count: int) -> list[Layout]:
 
 
 def sharding_of(group: Group, layout: Layout) -> NamedSharding:
-    return {"replicated": group.replicated, "stacked": group.stacked, "rows": group.rows}[layout]
+    return getattr(group._way, layout)
 
 
 def is_everywhere(array: jax.Array) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .group import replica_axis
+from .way import replica_axis
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape"])

@@ -16,7 +16,8 @@ from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree, check_key
 from .._runtime.dispatch import LOCK, retire_finished
-from .._runtime.group import AXIS, current_group
+from .._runtime.group import current_group
+from .._runtime.way import AXIS
 
 # Threads trace at once, each its own function.
 _local = threading.local()

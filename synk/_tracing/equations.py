@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._runtime.group import replica_axis
+from .._runtime.way import replica_axis
 
 # Primitives that call a function with their arguments as they are.
 CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))

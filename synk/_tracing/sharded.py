@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from .._runtime.group import replica_axis
 from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
+from .._runtime.way import replica_axis
 from .equations import ELEMENTWISE, called_by
 
 # The user has differentiated the function already. So each equation that reads a large leaf gathers it there, apart in

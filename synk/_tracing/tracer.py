@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._base.pytree import PyTree, as_keys
-from .._runtime.group import axis_named, replica_axis
 from .._runtime.shards import Shard
+from .._runtime.way import axis_named, replica_axis
 from .captured import split, without_places
 from .context import TraceContext, tracing
 from .equations import draws_by_rbg, equations, flops, is_over_axis, narrowest_float

@@ -19,10 +19,10 @@ from .._data.transfer import gather_rows
 from .._reductions import reduction
 from .._reductions.collectives import all_gather as gather_arrays
 from .._reductions.reduction import ElementwiseOp
-from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
-from .._runtime.group import Group, replica_axis
-from .._runtime.layout import Layout, constant, layouts
+from .._runtime.group import Group
+from .._runtime.layout import constant, layouts
+from .._runtime.way import Body, Layout, replica_axis
 from .._tracing.context import NoAxisError, TraceContext, current_trace, eager
 from .state import VariableState, refuse_narrow, state_of_leaves, state_of_rows
 from .variable import (

@@ -12,7 +12,8 @@ from .._base.errors import SynkError
 from .._base.jax_context import config
 from .._base.partition import lengths_of
 from .._runtime.group import Group
-from .._runtime.layout import Layout, stack_parts
+from .._runtime.layout import stack_parts
+from .._runtime.way import Layout
 
 _WIDE = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 

@@ -17,7 +17,6 @@ from jax import lax
 
 from .._base.errors import SynkError
 from .._reductions.collectives import all_gather as gather_arrays
-from .._runtime.engine import Body
 from .._runtime.executable import (
     Executable,
     ProgramSpec,
@@ -28,17 +27,9 @@ from .._runtime.executable import (
     run_collective,
 )
 from .._runtime.group import Group
-from .._runtime.layout import (
-    Layout,
-    layouts,
-    local_replica_to_host,
-    put,
-    set_replica,
-    shard_of_rank,
-    sharding_of,
-    stack_parts,
-)
+from .._runtime.layout import layouts, local_replica_to_host, put, set_replica, shard_of_rank, sharding_of, stack_parts
 from .._runtime.shards import Shard, filled, from_shards, keeps_layers, own_shard, shard_shape, to_shards, whole
+from .._runtime.way import Body, Layout
 from .._tracing.captured import without_places
 from .._tracing.sharded import evaluate_sharded
 from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows

@@ -16,7 +16,7 @@ from .._base.partition import lengths_of
 from .._base.pytree import PyTree
 from .._reductions.outputs import is_whole
 from .._reductions.reduction import ELEMENTWISE, ElementwiseOp, Reduction, fold, reduction_of, result_dtype
-from .._runtime.group import replica_axis
+from .._runtime.way import replica_axis
 from ._skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
 
 

@@ -15,7 +15,7 @@ from .._base.pytree import PyTree, exactly, first_change
 from .._call.parts import fill_up
 from .._reductions.collectives import all_gather
 from .._reductions.reduction import constant_unless
-from .._runtime.group import replica_axis
+from .._runtime.way import replica_axis
 from ._skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 

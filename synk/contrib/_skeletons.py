@@ -22,10 +22,9 @@ from .._call.parts import spare_rows
 from .._data.dataset import data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather
 from .._runtime.dispatch import LOCK
-from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import replica_axis
 from .._runtime.layout import layouts
+from .._runtime.way import replica_axis
 from .._tracing.context import current_trace, stateless
 from .._tracing.names import Names
 from .._variables.collectives import rows_held
@@ -140,7 +139,7 @@ def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree])
         with own_mesh(name, group):
             # Tracers lie wherever their trace likes, so rows are brought into equal blocks by equations of the trace.
             blocks = [in_blocks(leaf, counts, None) for leaf, counts in zip(leaves, lengths, strict=True)]
-            mapped = jax.jit(spmd(group, body, layouts("rows", len(blocks)), outs))
+            mapped = jax.jit(group._way.map(body, layouts("rows", len(blocks)), outs))
             return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in blocks]))
 
     def compile() -> Executable:

@@ -237,7 +237,7 @@ class Tuner:
 
         def run(ready: ReadyCall, calls: Several, repeat: Repeat) -> list[Any]:
             states, start = copied_states(ready), perf_counter()
-            results = jax.block_until_ready(execute_calls(ready, calls, repeat, states.__getitem__))
+            results = jax.block_until_ready(execute_calls(ready, calls, repeat, states))
             times.append((perf_counter() - start) / most)
             return results
 

@@ -29,7 +29,7 @@ from .._reductions.reduction import (
     Weighted,
 )
 from .._reductions.wire import check_wire
-from .._runtime.engine import EngineName
+from .._runtime.way import EngineName
 from .._variables.value import conform
 from .._variables.variable import (
     Shared,

@@ -21,7 +21,7 @@ from .._function.function import Function
 from .._loops.prefetch import Prefetch
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import WireName
-from .._runtime.engine import EngineName
+from .._runtime.way import EngineName
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
 from .model import GradientSum, LeafKind, StepOptions, TrainingModel, checked_step, is_sum, kinds_of

@@ -16,7 +16,7 @@ import synk
 import synk.train
 from synk._explain.hlo import read_collectives, size_in_bytes
 from synk._explain.page import chart, page, text
-from synk._runtime.group import Accelerator
+from synk._runtime.way import Accelerator
 
 from ..helpers import group_of, needs_devices, slow, tells_no_memory
 

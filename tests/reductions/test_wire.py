@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import synk
 import synk.train
 from synk._reductions.wire import BLOCK, WIRES, all_sum_narrowly, largest_error
-from synk._runtime.group import AXIS
+from synk._runtime.way import AXIS
 
 from ..helpers import group_of, needs_devices, slow
 
