@@ -35,7 +35,7 @@ from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall
 from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, placer_of, recognise_leaves, spec_of_part
 from .parts import split_into_launches
-from .plan import CallPlan, Form, Site, SliceChoice, plan_key, trace_plan
+from .plan import CallPlan, Form, Instead, Site, SliceChoice, plan_key, trace_plan
 from .rows import (
     InputSpec,
     Rows,
@@ -452,14 +452,13 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
             f"the arguments of {function.name}", partial(kind.values_on_host, rows, leaves), remedy
         )
     broadcast = kind.place_broadcast(group, leaves)
-    try:
-        form, plan = form.with_plan(site)
-    except NeedsAllRows:
+    form, plan = form.with_plan(site)
+    if isinstance(plan, Instead):
         if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
             raise ValueError(
                 f"{function.name}: it communicates inside, and its synk.local rows do not divide over the replicas. "
                 f"Give each replica as many, or all processes the same rows."
-            ) from None
+            )
         return prepare(site.as_one(), bound, asked, may_check=may_check)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
@@ -491,11 +490,15 @@ def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceCho
         return kind.select(site, leaves, of_slices)
 
     def plan_of(slices: int) -> CallPlan:
-        return form_of(slices)[0].with_plan(site)[1]
+        plan = form_of(slices)[0].with_plan(site)[1]
+        if isinstance(plan, Instead):
+            raise NeedsAllRows(plan.why)
+        return plan
 
     form, rows = form_of(1)
     try:
         return choose_slices(site, plan_key(site.function, form.call), rows, plan_of)
+    # One replica of all devices takes the rows, which has no slices.
     except NeedsAllRows:
         return SliceChoice(1, 1)
 

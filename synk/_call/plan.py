@@ -27,7 +27,7 @@ from .._variables.views import ShapesAlone, View, view_from
 from .compiler import Compiler
 from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
-from .repeat import COMMUNICATES, RunsAlone, why_alone
+from .repeat import COMMUNICATES, why_alone
 from .rows import InputSpec
 from .spec import CallSpec, FunctionSpec, Repeat
 from .traces import TELLING_ROWS_APART, CallTraces, NeedsAllRows, rows_not_in_blocks
@@ -360,6 +360,19 @@ class SliceChoice:
     has_run: bool = False
 
 
+class Instead(NamedTuple):
+    """What calls get in the place of a plan: they run in another form.
+
+    Attributes:
+      form: "as one": in one replica that all devices make, since the function communicates and rows do not divide; "by
+        lengths": by a plan for the rows of each replica; "apart": not several by one program.
+      why: in words.
+    """
+
+    form: Literal["as one", "by lengths", "apart"]
+    why: str = ""
+
+
 class Form:
     """Calls of one kind that pick as many rows in the same way.
 
@@ -406,23 +419,16 @@ class Form:
             self._repeated[repeat] = self.with_call(self.call._replace(repeat=repeat))
         return self._repeated[repeat]
 
-    def with_plan(self, site: Site) -> tuple["Form", CallPlan]:
-        """Return the plan of these calls, and the form that has its key; make the plan if there is none.
-
-        Raises:
-          NeedsAllRows: one replica that all devices make is to take the rows.
-          RunsAlone: they are to run in a row, which no program can.
-        """
+    def with_plan(self, site: Site) -> tuple["Form", CallPlan | Instead]:
+        """Return the plan of these calls, and the form that has its key; make the plan if there is none."""
         kept = site.plans.current(self._kept, site)
         if kept is None:
-            plan = find_plan(site, self.call)
+            plan: CallPlan | Instead = find_plan(site, self.call)
             self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
         else:
             plan = kept.plan
-        # A new exception, since a raised one keeps its traceback, and with it the frames of a call.
-        if isinstance(plan, Exception):
-            raise type(plan)(*plan.args)
-        return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
+        is_final = isinstance(plan, CallPlan) or plan.form != "by lengths"
+        return (self, plan) if is_final else self.of_lengths().with_plan(site)
 
     def holder(self, site: Site) -> Shared | None:
         """Return the variable that brings rows to these calls, if there is one."""
@@ -444,8 +450,8 @@ class Form:
         return holder
 
 
-def find_plan(site: Site, call: CallSpec) -> CallPlan | None:
-    """Return the plan for a key, made if there is none; None if plans depend on the rows of each replica."""
+def find_plan(site: Site, call: CallSpec) -> CallPlan | Instead:
+    """Return the plan for a key, made if there is none, or what such calls get in its place."""
     function = site.function
 
     def trace() -> Traced:
@@ -472,19 +478,19 @@ def _compile(traced: Traced, function: FunctionSpec) -> Any:
 
 
 def trace_plan(site: Site, call: CallSpec) -> Traced:
-    """Trace a kind of call: a `CallPlan`, None if programs depend on all lengths, or the words of a refusal."""
+    """Trace a kind of call, for a `CallPlan` or an `Instead`."""
     traces = CallTraces(site.function, site.group, call, site.view)
     try:
         builder = ProgramBuilder(traces)
-    # A refusal is kept like a plan, so that a warm call does not trace to find it again.
     except NeedsAllRows as needed:
-        refusal = NeedsAllRows(str(needed)) if call.repeat is None else RunsAlone(COMMUNICATES)
-        return Traced(traces.accepts, traces.record, lambda: refusal)
+        return _instead(
+            traces, Instead("as one", str(needed)) if call.repeat is None else Instead("apart", COMMUNICATES)
+        )
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
-        return Traced(traces.accepts, traces.record, lambda: None)
+        return _instead(traces, Instead("by lengths"))
     epilogue = Epilogue(builder)
     if call.repeat is not None and (why := why_alone(epilogue)):
-        return Traced(traces.accepts, traces.record, lambda: RunsAlone(why))
+        return _instead(traces, Instead("apart", why))
     if site.function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(epilogue)
@@ -497,6 +503,10 @@ def trace_plan(site: Site, call: CallSpec) -> Traced:
         v: tuple(dict.fromkeys((state, with_layout(state, layouts[v])))) for v, (state,) in traces.accepts.items()
     }
     return Traced(accepts, traces.record, lambda: _make_plan(epilogue, depends_on, layouts, site.plans, accepts))
+
+
+def _instead(traces: CallTraces, instead: Instead) -> Traced:
+    return Traced(traces.accepts, traces.record, lambda: instead)
 
 
 def _make_plan(

@@ -12,7 +12,7 @@ from .._runtime.dispatch import retire_finished
 from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute_calls
 from .kinds import Kind, check_row_count, recognise
-from .plan import Form, Site
+from .plan import Form, Instead, Site
 from .repeat import EXCHANGES, LOCAL, NANS, SLICES, NotTogether, RunsAlone
 from .rows import Rows
 from .spec import Repeat
@@ -62,6 +62,8 @@ def start_calls(
     if form.exchanges:
         raise RunsAlone(EXCHANGES)
     form, plan = form.repeated(repeat).with_plan(site)
+    if isinstance(plan, Instead):
+        raise RunsAlone(plan.why)
     rows, leaves = alike[0]
     if not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
