@@ -524,9 +524,10 @@ def _make_plan(
     updates: list[UpdateSlice] = []
     at = 0
     for variable in compiler.updates:
-        state, needed = traces.abstract(variable), depends_on[variable]
+        # The same object as the state that the next call finds: warm calls compare it by identity first.
+        state, needed = accepts[variable][-1], depends_on[variable]
         stop = at + len(state.shapes)
-        updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
+        updates.append(UpdateSlice(variable, at, stop, state, needed))
         at = stop
     # A `then` that adds up itself has a plain one, which serial runs take.
     users = [builder.first, *([epilogue.then[0]] if epilogue.then and epilogue.function.plain is None else [])]
