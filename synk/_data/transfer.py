@@ -58,7 +58,7 @@ class PartRows(NamedTuple):
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
     """Send each replica its rows of the selection, as one array of layout "rows"."""
-    if group is not (home := group._home):
+    if (home := group._of) is not None:
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     # A `jax.Array` that lies in its place is returned itself. Any other result shares no memory with the user's arrays.
     max_rows, has_one = part_rows.max_rows, group._has_one_device
