@@ -85,7 +85,7 @@ class Kind:
         self.base = self._base_call(site, options)
         at_home = site.home is None or site.group is site.home._as_one
         self._placers = [
-            (i, placer_of(specs[i], site.group, slices == 1, site.way == "absent", at_home)) for i in spec.broadcast
+            (i, placer_of(specs[i], site.group, slices == 1, site.purpose == "absent", at_home)) for i in spec.broadcast
         ]
         self._forms = BoundedCache()
         # The rows of a call without a batch do not depend on values, unless variables bring them.
@@ -141,7 +141,7 @@ class Kind:
         function, spec, specs = site.function, self._spec, self._specs
         # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
         # the rows of a variable that is an argument of its own update, as one with neighbours is.
-        may_donate = site.way in ("live", "absent") and function.donate
+        may_donate = site.purpose in ("live", "absent") and function.donate
         may_donate = may_donate and not function.refuses_nan and not checks_floats()
         passes_variables = any(spec.overlaps) and any(leaf.is_variable for leaf in specs)
         has_batch_s = self._has_batch_s and site.home is None
@@ -191,7 +191,7 @@ class Kind:
             choice = PLACES[leaf.place].choose_feed(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
             if choice is not None:
                 feed, is_exchanged = choice
-                read = read_abstract if site.way == "absent" else read_resident
+                read = read_abstract if site.purpose == "absent" else read_resident
                 held = leaf.shape[0] if is_exchanged else None
                 return InputSpec(place, self._what(place), read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
@@ -373,7 +373,7 @@ def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
 def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[Kind, Sequence[Any]]:
     """Return the kind of a call, and its leaves. The kind is made if no such call was met before."""
     function, group = site.function, site.group
-    leaves, parts = recognise_leaves(bound, function.name, site.home or group, site.way == "absent")
+    leaves, parts = recognise_leaves(bound, function.name, site.home or group, site.purpose == "absent")
     if options.output_subset is not None:
         options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
     home_size = None if site.home is None else site.home.size
@@ -381,7 +381,7 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
     asked = (
         ref(group), bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1],
-        home_size, site.way,
+        home_size, site.purpose,
     )  # fmt: skip
     newest = site.plans.newest
     # To compare is quicker than to make a hash: shapes are mostly the same objects.
@@ -446,7 +446,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
     kind, leaves = recognise(site, bound, options)
     form, rows = kind.select(site, leaves, options)
     # Compared before a plan is made: a process with other arguments would wait in another program.
-    if group._is_multi_process and site.way != "absent":
+    if group._is_multi_process and site.purpose != "absent":
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(
             f"the arguments of {function.name}", partial(kind.values_on_host, rows, leaves), remedy
@@ -482,7 +482,7 @@ def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
 
 def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
     # Nothing runs while slices are chosen, so shapes are enough and no argument is placed.
-    site = site._replace(way="absent")
+    site = site._replace(purpose="absent")
 
     def form_of(slices: int) -> tuple[Form, Rows]:
         of_slices = options._replace(num_slices=slices)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import jax
@@ -202,7 +202,7 @@ class PlanCache:
 
     def find(self, site: "Site", key: Any, trace: Callable[[], Traced], *, holds_function: bool = False) -> Any:
         """Return the plan for a key; make it if there is none, and always for a site that runs afresh."""
-        group, is_afresh = site.group, site.way == "afresh"
+        group, is_afresh = site.group, site.purpose == "afresh"
         entries: list[Kept] = self.kept(group, key, list, holds_function)
         if (entry := self.current(entries, site)) is not None:
             return entry.plan
@@ -271,7 +271,7 @@ class PlanCache:
 
     def current(self, entries: Sequence[Kept], site: "Site") -> Kept | None:
         """Return the first plan that is as the function would make it now; None for a site that runs afresh."""
-        for entry in () if site.way == "afresh" else entries:
+        for entry in () if site.purpose == "afresh" else entries:
             reached = entry.reached()
             # Of the newest variable first, since that takes the least time.
             if reached is not None and reached.made >= newest() and reached.names.are_same() and entry.fits(site):
@@ -302,12 +302,15 @@ class PlanCache:
         return self.owner.get(group, BoundedCache).get(key, make)
 
 
+Purpose: TypeAlias = Literal["live", "trial", "afresh", "absent"]
+
+
 class Site(NamedTuple):
-    """A function, the group that runs it, and the way in which its calls run.
+    """A function, the group that runs it, and the purpose of its calls.
 
     Attributes:
-      way: "live"; "trial" if old values of variables must stay; "afresh" if also the function is to be traced as it is
-        now, whatever it captured before; "absent" if calls are compiled and not run, so that shapes are enough.
+      purpose: "live"; "trial" if old values of variables must stay; "afresh" if also the function is to be traced as it
+        is now, whatever it captured before; "absent" if calls are compiled and not run, so that shapes are enough.
       home: the group in which variables and data live, if that is another group.
       view: gives the state of a variable that lives in another group.
     """
@@ -315,14 +318,14 @@ class Site(NamedTuple):
     function: FunctionSpec
     plans: PlanCache
     group: Group
-    way: Literal["live", "trial", "afresh", "absent"] = "live"
+    purpose: Purpose = "live"
     home: Group | None = None
     view: View | None = None
 
     def as_one(self) -> "Site":
         """Return the site of the same calls where all devices make one replica."""
         home, group = self.home or self.group, self.group._as_one
-        view = ShapesAlone(group) if self.way == "absent" else view_from(home, group)
+        view = ShapesAlone(group) if self.purpose == "absent" else view_from(home, group)
         return self._replace(group=group, home=home, view=view)
 
     def state(self, variable: Shared) -> VariableState:
@@ -332,11 +335,9 @@ class Site(NamedTuple):
         return self.state(variable).abstract
 
 
-def site_of(
-    function: FunctionSpec, plans: PlanCache, group: Group, way: Literal["live", "trial", "afresh", "absent"] = "live"
-) -> Site:
+def site_of(function: FunctionSpec, plans: PlanCache, group: Group, purpose: Purpose = "live") -> Site:
     """Return where calls of a function run: on the replicas of a group, or on one that all its devices make."""
-    site = Site(function, plans, group, way)
+    site = Site(function, plans, group, purpose)
     return site.as_one() if function.engine == "jit" else site
 
 

@@ -65,7 +65,7 @@ class Blame:
 
 def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: CallOptions) -> Blame | None:
     """Find what makes a call's numbers not finite; `probe_plans` are the plans of its probes."""
-    function, site = site.function, site._replace(way="trial")
+    function, site = site.function, site._replace(purpose="trial")
     # With these flags JAX raises where a probe computes NaN: https://docs.jax.dev/en/latest/debugging/flags.html
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):
         drain()

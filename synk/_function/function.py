@@ -23,7 +23,7 @@ from .._call.compose import compose
 from .._call.execute import ReadyCall, execute
 from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
-from .._call.plan import PlanCache, Site, site_of
+from .._call.plan import PlanCache, Purpose, Site, site_of
 from .._call.several import Call, start_calls
 from .._call.spec import FunctionSpec, Repeat, with_then
 from .._loops.iterate import ASKS, Batches, check_batches, due_call, launch, warn_of_keys
@@ -581,8 +581,8 @@ class Function:
             group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
         return self._site_in(group)
 
-    def _site_in(self, group: Group, way: Literal["live", "absent"] = "live") -> Site:
-        return site_of(self._spec, self._plans, group, way)
+    def _site_in(self, group: Group, purpose: Purpose = "live") -> Site:
+        return site_of(self._spec, self._plans, group, purpose)
 
     @public_api
     def compile(
