@@ -16,7 +16,7 @@ from .._base.errors import SynkError
 from .._base.jax_context import transfers_on_purpose
 from .._base.pytree import key_of, narrow
 from .._runtime.constants import LARGE, Constant, constant_of
-from .equations import equations, is_over_axis
+from .equations import equations, fold, is_over_axis
 from .moving import FUNCTIONS, held_whole, moved_axes
 
 # Equations that only change where an array lies.
@@ -51,14 +51,9 @@ def _holds_constants(closed: Any) -> bool:
     return bool(closed.consts) or any(map(_holds_constants, inner))
 
 
-def _replaced(atoms: Sequence[Any], instead: dict[Any, Any]) -> list[Any]:
-    return [atom if isinstance(atom, Literal) else instead[atom] for atom in atoms]
-
-
-def _variables(old: Sequence[Any], new: dict[Any, Any]) -> list[Any]:
-    """Make variables in the place of old ones, and note them in `new`."""
-    new |= {variable: type(variable)(_without_mesh(variable.aval)) for variable in old}
-    return [new[variable] for variable in old]
+def _variables(old: Sequence[Any]) -> list[Any]:
+    """Make variables in the place of old ones."""
+    return [type(variable)(_without_mesh(variable.aval)) for variable in old]
 
 
 class _Rewriter:
@@ -85,29 +80,25 @@ class _Rewriter:
 
     def _jaxpr(self, jaxpr: Any, consts: list[Any] | None = None) -> Any:
         """Rewrite a jaxpr; with its constants, to which it adds theirs, also take in jits that hold constants."""
-        new: dict[Any, Any] = {}
         seen: dict[Any, list[Any]] = {}
-        constvars, invars, eqns = _variables(jaxpr.constvars, new), _variables(jaxpr.invars, new), list[Any]()
+        constvars, invars, eqns = _variables(jaxpr.constvars), _variables(jaxpr.invars), list[Any]()
 
-        def take_in(jaxpr: Any, new: dict[Any, Any]) -> list[Any]:
-            for equation in jaxpr.eqns:
-                name, outs = equation.primitive.name, _replaced(equation.invars, new)
-                if consts is not None and name == "jit" and _holds_constants(inner := equation.params["jaxpr"]):
-                    inside = dict(zip(inner.jaxpr.invars, outs, strict=True))
-                    constvars.extend(_variables(inner.jaxpr.constvars, inside))
-                    consts.extend(inner.consts)
-                    outs = take_in(inner.jaxpr, inside)
-                elif name not in _PLACES:
-                    axes = [] if self.mesh is None else moved_axes(equation)
-                    ins = self._whole(equation, outs, axes, eqns)
-                    rewritten = self._equation(equation, ins)
-                    outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars
-                    eqns.extend([rewritten] if outs is rewritten.outvars else [])
-                    outs = self._whole(equation, outs, axes[len(ins) :], eqns)
-                new |= zip(equation.outvars, outs, strict=True)
-            return _replaced(jaxpr.outvars, new)
+        def take_in(equation: Any, ins: list[Any]) -> list[Any]:
+            name = equation.primitive.name
+            if consts is not None and name == "jit" and _holds_constants(inner := equation.params["jaxpr"]):
+                inside = _variables(inner.jaxpr.constvars)
+                constvars.extend(inside)
+                consts.extend(inner.consts)
+                return fold(inner.jaxpr, inside, ins, take_in)
+            if name in _PLACES:
+                return ins
+            axes = [] if self.mesh is None else moved_axes(equation)
+            rewritten = self._equation(equation, self._whole(equation, ins, axes, eqns))
+            outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars
+            eqns.extend([rewritten] if outs is rewritten.outvars else [])
+            return self._whole(equation, outs, axes[len(ins) :], eqns)
 
-        outs = take_in(jaxpr, new)
+        outs = fold(jaxpr, constvars, invars, take_in)
         return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
 
     def _whole(self, equation: Any, atoms: list[Any], axes: Sequence[Any], eqns: list[Any]) -> list[Any]:
@@ -115,7 +106,7 @@ class _Rewriter:
         kept = list(atoms)
         for i, (atom, along) in enumerate(zip(atoms, axes, strict=False)):
             if (constraint := held_whole(equation, atom, along, self.mesh)) is not None:
-                (kept[i],) = outs = _variables([atom], {})
+                (kept[i],) = outs = _variables([atom])
                 eqns.append(constraint.replace(outvars=outs))
         return kept
 
@@ -125,7 +116,7 @@ class _Rewriter:
         params = {key: self._param(key, value) for key, value in equation.params.items()}
         self.mesh = before
         ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
-        return equation.replace(invars=ins, outvars=_variables(equation.outvars, {}), params=params, ctx=ctx)
+        return equation.replace(invars=ins, outvars=_variables(equation.outvars), params=params, ctx=ctx)
 
     def _earlier(self, equation: Any, seen: dict[Any, list[Any]]) -> list[Any]:
         """Return the results of the first of the equations that are equal to this one."""
