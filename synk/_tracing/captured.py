@@ -16,14 +16,12 @@ from .._base.errors import SynkError
 from .._base.jax_context import transfers_on_purpose
 from .._base.pytree import key_of, narrow
 from .._runtime.constants import LARGE, Constant, constant_of
-from .equations import equations, fold, is_over_axis
+from .equations import RULES, equations, fold, is_over_axis
 from .moving import FUNCTIONS, held_whole, moved_axes
 
 # Equations that only change where an array lies.
 _PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces on demand. Each returns a jaxpr and its constants first.
-_RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
 def without_places(
@@ -113,7 +111,7 @@ class _Rewriter:
     def _equation(self, equation: Any, ins: list[Any]) -> Any:
         # Inside a kernel or a shard_map of the user's XLA divides nothing, so nothing there needs to be kept whole.
         before, self.mesh = self.mesh, self.mesh if equation.primitive.name in FUNCTIONS else None
-        params = {key: self._param(key, value) for key, value in equation.params.items()}
+        params = {key: jax.tree.map(partial(self._param, key), value) for key, value in equation.params.items()}
         self.mesh = before
         ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
         return equation.replace(invars=ins, outvars=_variables(equation.outvars), params=params, ctx=ctx)
@@ -135,13 +133,9 @@ class _Rewriter:
         return equation.outvars if equation.effects or has_dropped else first
 
     def _param(self, key: str, value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            parts = [self._param(key, part) for part in value]
-            # Named tuples take their entries one by one.
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         # JAX calls these rules when it differentiates, perhaps after the trace, so each result is rewritten at that
         # time.
-        if key in _RULES:
+        if key in RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
         if key == "bwd" and hasattr(value, "call_wrapped"):
             return linear_util.wrap_init(partial(self._backward, value), debug_info=value.debug_info)

@@ -15,6 +15,9 @@ from .._runtime.group import replica_axis
 # Primitives that call a function with their arguments as they are.
 CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
 
+# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces on demand. Each returns a jaxpr and its constants first.
+RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
+
 # Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from .._runtime.group import replica_axis
 from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
-from .equations import ELEMENTWISE, bind, called_by, fold
+from .equations import ELEMENTWISE, bind, called_by, fold, number
 
 # The user has differentiated the function already. So each equation that reads a large leaf gathers it there, apart in
 # the forward and the backward pass; a loop over stacked layers gathers a layer in each round. Elementwise equations
@@ -63,18 +63,20 @@ NO_SUMS: Mapping[int, ShardedSum] = MappingProxyType({})
 
 @dataclass(eq=False)
 class _Place:
-    """A value of an evaluation, read as that of a literal is. Variables do not name values: an inner function that is
-    called twice has the same ones twice."""
+    """A value of an evaluation. Variables do not name values: an inner function that is called twice has the same ones
+    twice."""
 
-    val: Any = None
+    value: Any = None
+    is_literal: bool = False
 
 
-class _Step(NamedTuple):
-    """An equation, with the places or literals that it reads, and the places of its results."""
+@dataclass(eq=False)
+class _Step:
+    """An equation, with the places that it reads, and those of its results."""
 
     equation: Any
-    ins: list[Any]
-    outs: list[Any]
+    ins: list[_Place]
+    outs: list[_Place]
 
     @property
     def name(self) -> str:
@@ -123,25 +125,19 @@ class _Evaluation:
         steps, outs = _opened(jaxpr, consts, args)
 
         def add_up(wanted: ShardedSum, has_layers: bool | None, value: Any) -> Shard:
-            weight = None if wanted.weight is None else self.whole(outs[wanted.weight].val)
+            weight = None if wanted.weight is None else self.whole(outs[wanted.weight].value)
             return sum_to_shards(wanted.prepare(jnp.asarray(self.whole(value)), weight), has_layers)
 
         # Weights come first, since loops add up what they weigh.
         first = _needed([outs[each.weight] for each in sums.values() if each.weight is not None], steps)
-        stacked, converted = _stacked_sums(steps, outs, sums, first)
-        for step in sorted(steps, key=lambda step: id(step) not in first):
-            if step.outs and step.outs[0] in converted:
-                # A loop has converted what it stacks.
-                step.outs[0].val = step.ins[0].val
-                continue
+        stacked = _add_in_loops(steps, outs, sums, first)
+        for step in sorted(steps, key=lambda step: step not in first):
             wanted = [partial(add_up, stacked[out], False) if out in stacked else None for out in step.outs]
-            results = self._evaluate(step, [atom.val for atom in step.ins], wanted)
+            results = self._evaluate(step, [place.value for place in step.ins], wanted)
             for out, result in zip(step.outs, results, strict=True):
-                out.val = result
-        done = [*stacked, *converted]
-        return [
-            add_up(sums[i], None, out.val) if i in sums and out not in done else out.val for i, out in enumerate(outs)
-        ]
+                out.value = result
+        is_apart = [i in sums and out not in stacked for i, out in enumerate(outs)]
+        return [add_up(sums[i], None, out.value) if is_apart[i] else out.value for i, out in enumerate(outs)]
 
     def whole(self, value: Any) -> Any:
         if not isinstance(value, Shard):
@@ -191,8 +187,8 @@ class _Evaluation:
         if step.name not in ELEMENTWISE:
             return None
         operands: list[Any] = []
-        for atom, value in zip(step.ins, values, strict=True):
-            is_equal = self.are_equal or isinstance(atom, Literal)
+        for place, value in zip(step.ins, values, strict=True):
+            is_equal = self.are_equal or place.is_literal
             if isinstance(value, Shard):
                 if (value.shape, value.array.shape) != (like.shape, like.array.shape) or _moves(value) != _moves(like):
                     return None
@@ -259,24 +255,24 @@ class _Evaluation:
             jnp.asarray(self.whole(value), out.aval.dtype) if isinstance(out.aval.dtype, np.dtype) else value
             for value, out in zip(values[stop - count : stop], equation.outvars, strict=False)
         ]
-        is_layer = [isinstance(v, Shard) and v.has_layers and not _moves(v) for v in values[stop:]]
-        stacks = [v if layered else self.whole(v) for v, layered in zip(values[stop:], is_layer, strict=True)]
+        stacks = [
+            v if isinstance(v, Shard) and v.has_layers and not _moves(v) else self.whole(v) for v in values[stop:]
+        ]
 
+        # A loop takes shards apart, and stacks them, as it does their arrays; shapes of the whole are set here.
         def round_of(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
             inside = _Evaluation(self.are_equal, {})
-            pairs = zip(entries, stacks, is_layer, strict=True)
-            layers = [Shard(entry, stack.shape[1:]) if layered else entry for entry, stack, layered in pairs]
+            layers = [Shard(v.array, v.shape[1:]) if isinstance(v, Shard) else v for v in entries]
             results = inside.run(body.jaxpr, body.consts, [*constants, *carry, *layers])
             sums = zip(map(inside.whole, results[count:]), wanted[count:], strict=True)
-            new = [result if add_up is None else add_up(result).array for result, add_up in sums]
+            new = [result if add_up is None else add_up(result) for result, add_up in sums]
             return [*map(inside.whole, results[:count])], new
 
-        entries = [v.array if layered else v for v, layered in zip(stacks, is_layer, strict=True)]
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, new = lax.scan(round_of, carry, entries, **options)
+        carry, new = lax.scan(round_of, carry, stacks, **options)
         self._note(carry)
-        outs = zip(equation.outvars[count:], new, wanted[count:], strict=True)
-        return [*carry, *(array if add_up is None else Shard(array, out.aval.shape) for out, array, add_up in outs)]
+        outs = zip(equation.outvars[count:], new, strict=True)
+        return [*carry, *(Shard(v.array, out.aval.shape) if isinstance(v, Shard) else v for out, v in outs)]
 
     def _cond(self, equation: Any, values: list[Any]) -> list[Any]:
         """Evaluate a branch that all replicas take, so that they meet in what it communicates."""
@@ -305,62 +301,59 @@ def _moves(shard: Shard) -> tuple[Any, ...]:
     return shard.moves if isinstance(shard, _Moved) else ()
 
 
-def _opened(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> tuple[list[_Step], list[Any]]:
-    """Return the steps of a jaxpr, among them those of functions that it calls, and where its results are."""
+def _opened(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> tuple[list[_Step], list[_Place]]:
+    """Return the steps of a jaxpr, among them those of functions that it calls, and the places of its results."""
     steps: list[_Step] = []
+
+    def places(given: Iterable[Any]) -> list[_Place]:
+        return [each if isinstance(each, _Place) else _Place(number(each), is_literal=True) for each in given]
 
     # Called functions are opened, so that a gather stands beside the equation that reads the leaf. jax.checkpoint is
     # not: it would lose what it recomputes.
     def opened(equation: Any, ins: list[Any]) -> list[Any]:
         if equation.primitive.name != "remat2" and (inner := called_by(equation)) is not None:
             return fold(inner[0], map(_Place, inner[1]), ins, opened)
-        steps.append(_Step(equation, ins, [_Place() for _ in equation.outvars]))
+        steps.append(_Step(equation, places(ins), [_Place() for _ in equation.outvars]))
         return steps[-1].outs
 
-    outs = fold(jaxpr, map(_Place, consts), map(_Place, args), opened)
-    return steps, outs
+    return steps, places(fold(jaxpr, map(_Place, consts), map(_Place, args), opened))
 
 
-def _needed(places: Sequence[Any], steps: Sequence[_Step]) -> set[int]:
-    """Return the ids of the steps that make these places."""
-    wanted, needed = {place for place in places if isinstance(place, _Place)}, set[int]()
+def _needed(places: Iterable[_Place], steps: Sequence[_Step]) -> set[_Step]:
+    """Return the steps that make these places."""
+    wanted, needed = {*places}, set[_Step]()
     for step in reversed(steps):
         if not wanted.isdisjoint(step.outs):
-            needed.add(id(step))
-            wanted.update(atom for atom in step.ins if isinstance(atom, _Place))
+            needed.add(step)
+            wanted.update(step.ins)
     return needed
 
 
-def _stacked_sums(
-    steps: Sequence[_Step], outs: Sequence[Any], sums: Mapping[int, ShardedSum], first: set[int]
-) -> tuple[dict[_Place, ShardedSum], set[_Place]]:
-    """Find sums of what a loop stacks a layer a round, perhaps converted behind it.
-
-    Returns:
-      The sums by what the loop stacks, with the conversions in them; and the places of what is converted behind it.
-    """
+def _add_in_loops(
+    steps: list[_Step], outs: list[_Place], sums: Mapping[int, ShardedSum], first: set[_Step]
+) -> dict[_Place, ShardedSum]:
+    """Find sums of what a loop stacks a layer a round, and return them by its place. Conversions behind the loop leave
+    the steps and become part of the sum."""
     # A gradient of stacked layers leaves its loop whole on each replica. Added up in each round, only a layer of it is
     # ever whole.
     makers = {place: step for step in steps for place in step.outs}
-    uses = Counter(
-        atom for atoms in (*(step.ins for step in steps), outs) for atom in atoms if isinstance(atom, _Place)
-    )
+    uses = Counter(chain(outs, *(step.ins for step in steps)))
     stacked: dict[_Place, ShardedSum] = {}
-    converted: set[_Place] = set()
     for i, wanted in sums.items():
-        way, dtypes, step = [outs[i]], list[Any](), None
-        while isinstance(way[-1], _Place) and (step := makers.get(way[-1])) and step.name == "convert_element_type":
-            dtypes.append(step.equation.params["new_dtype"])
+        way, conversions = [outs[i]], list[_Step]()
+        while (step := makers.get(way[-1])) is not None and step.name == "convert_element_type":
+            conversions.append(step)
             way.append(step.ins[0])
         # A loop whose weights come later, or whose stack others read too, stacks the whole.
-        if step is None or step.name != "scan" or id(step) in first or any(uses[place] > 1 for place in way):
+        if step is None or step.name != "scan" or step in first or any(uses[place] > 1 for place in way):
             continue
-        body, number = step.equation.params["jaxpr"], step.outs.index(way[-1])
-        shape = step.equation.outvars[number].aval.shape
-        if keeps_layers(shape) and len(shape) > len(body.out_avals[number].shape):
-            stacked[way[-1]] = wanted._replace(prepare=partial(_convert_first, dtypes[::-1], wanted.prepare))
-            converted.update(way[:-1])
-    return stacked, converted
+        body, index = step.equation.params["jaxpr"], step.outs.index(way[-1])
+        shape = step.equation.outvars[index].aval.shape
+        if keeps_layers(shape) and len(shape) > len(body.out_avals[index].shape):
+            dtypes = [step.equation.params["new_dtype"] for step in reversed(conversions)]
+            steps[:], outs[i] = [step for step in steps if step not in conversions], way[-1]
+            stacked[outs[i]] = wanted._replace(prepare=partial(_convert_first, dtypes, wanted.prepare))
+    return stacked
 
 
 def _convert_first(
