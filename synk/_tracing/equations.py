@@ -40,7 +40,7 @@ def called_by(equation: Any) -> tuple[Any, Sequence[Any]] | None:
     """Return the jaxpr that an equation calls with its arguments as they are, and its constants; None for others."""
     if equation.primitive.name not in CALLS:
         return None
-    (inner,) = functions_in(equation)
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
@@ -65,6 +65,7 @@ def fold(
       rule: takes an equation and the values of its operands, and returns those of its results. It is called for each
         equation in order, and says itself what becomes of inner functions. A literal is its own value.
     """
+    # In JAX 0.12 a jaxpr whose constants are not attached counts their variables among its arguments.
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(atoms: Iterable[Any]) -> list[Any]:
