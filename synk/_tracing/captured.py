@@ -111,7 +111,7 @@ class _Rewriter:
     def _equation(self, equation: Any, ins: list[Any]) -> Any:
         # Inside a kernel or a shard_map of the user's XLA divides nothing, so nothing there needs to be kept whole.
         before, self.mesh = self.mesh, self.mesh if equation.primitive.name in FUNCTIONS else None
-        params = {key: jax.tree.map(partial(self._param, key), value) for key, value in equation.params.items()}
+        params = {key: self._param(key, value) for key, value in equation.params.items()}
         self.mesh = before
         ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
         return equation.replace(invars=ins, outvars=_variables(equation.outvars), params=params, ctx=ctx)
@@ -133,6 +133,8 @@ class _Rewriter:
         return equation.outvars if equation.effects or has_dropped else first
 
     def _param(self, key: str, value: Any) -> Any:
+        if isinstance(value, tuple | list | dict):
+            return jax.tree.map(partial(self._param, key), value)
         # JAX calls these rules when it differentiates, perhaps after the trace, so each result is rewritten at that
         # time.
         if key in RULES:
