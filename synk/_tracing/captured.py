@@ -16,14 +16,12 @@ from .._base.errors import SynkError
 from .._base.jax_context import transfers_on_purpose
 from .._base.pytree import key_of, narrow
 from .._runtime.constants import LARGE, Constant, constant_of
-from .equations import equations, is_over_axis
+from .equations import RULES, equations, fold, is_over_axis
 from .moving import FUNCTIONS, held_whole, moved_axes
 
 # Equations that only change where an array lies.
 _PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces on demand. Each returns a jaxpr and its constants first.
-_RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
 def without_places(
@@ -51,14 +49,9 @@ def _holds_constants(closed: Any) -> bool:
     return bool(closed.consts) or any(map(_holds_constants, inner))
 
 
-def _replaced(atoms: Sequence[Any], instead: dict[Any, Any]) -> list[Any]:
-    return [atom if isinstance(atom, Literal) else instead[atom] for atom in atoms]
-
-
-def _variables(old: Sequence[Any], new: dict[Any, Any]) -> list[Any]:
-    """Make variables in the place of old ones, and note them in `new`."""
-    new |= {variable: type(variable)(_without_mesh(variable.aval)) for variable in old}
-    return [new[variable] for variable in old]
+def _variables(old: Sequence[Any]) -> list[Any]:
+    """Make variables in the place of old ones."""
+    return [type(variable)(_without_mesh(variable.aval)) for variable in old]
 
 
 class _Rewriter:
@@ -85,29 +78,25 @@ class _Rewriter:
 
     def _jaxpr(self, jaxpr: Any, consts: list[Any] | None = None) -> Any:
         """Rewrite a jaxpr; with its constants, to which it adds theirs, also take in jits that hold constants."""
-        new: dict[Any, Any] = {}
         seen: dict[Any, list[Any]] = {}
-        constvars, invars, eqns = _variables(jaxpr.constvars, new), _variables(jaxpr.invars, new), list[Any]()
+        constvars, invars, eqns = _variables(jaxpr.constvars), _variables(jaxpr.invars), list[Any]()
 
-        def take_in(jaxpr: Any, new: dict[Any, Any]) -> list[Any]:
-            for equation in jaxpr.eqns:
-                name, outs = equation.primitive.name, _replaced(equation.invars, new)
-                if consts is not None and name == "jit" and _holds_constants(inner := equation.params["jaxpr"]):
-                    inside = dict(zip(inner.jaxpr.invars, outs, strict=True))
-                    constvars.extend(_variables(inner.jaxpr.constvars, inside))
-                    consts.extend(inner.consts)
-                    outs = take_in(inner.jaxpr, inside)
-                elif name not in _PLACES:
-                    axes = [] if self.mesh is None else moved_axes(equation)
-                    ins = self._whole(equation, outs, axes, eqns)
-                    rewritten = self._equation(equation, ins)
-                    outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars
-                    eqns.extend([rewritten] if outs is rewritten.outvars else [])
-                    outs = self._whole(equation, outs, axes[len(ins) :], eqns)
-                new |= zip(equation.outvars, outs, strict=True)
-            return _replaced(jaxpr.outvars, new)
+        def take_in(equation: Any, ins: list[Any]) -> list[Any]:
+            name = equation.primitive.name
+            if consts is not None and name == "jit" and _holds_constants(inner := equation.params["jaxpr"]):
+                inside = _variables(inner.jaxpr.constvars)
+                constvars.extend(inside)
+                consts.extend(inner.consts)
+                return fold(inner.jaxpr, inside, ins, take_in)
+            if name in _PLACES:
+                return ins
+            axes = [] if self.mesh is None else moved_axes(equation)
+            rewritten = self._equation(equation, self._whole(equation, ins, axes, eqns))
+            outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars
+            eqns.extend([rewritten] if outs is rewritten.outvars else [])
+            return self._whole(equation, outs, axes[len(ins) :], eqns)
 
-        outs = take_in(jaxpr, new)
+        outs = fold(jaxpr, constvars, invars, take_in)
         return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
 
     def _whole(self, equation: Any, atoms: list[Any], axes: Sequence[Any], eqns: list[Any]) -> list[Any]:
@@ -115,7 +104,7 @@ class _Rewriter:
         kept = list(atoms)
         for i, (atom, along) in enumerate(zip(atoms, axes, strict=False)):
             if (constraint := held_whole(equation, atom, along, self.mesh)) is not None:
-                (kept[i],) = outs = _variables([atom], {})
+                (kept[i],) = outs = _variables([atom])
                 eqns.append(constraint.replace(outvars=outs))
         return kept
 
@@ -125,7 +114,7 @@ class _Rewriter:
         params = {key: self._param(key, value) for key, value in equation.params.items()}
         self.mesh = before
         ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
-        return equation.replace(invars=ins, outvars=_variables(equation.outvars, {}), params=params, ctx=ctx)
+        return equation.replace(invars=ins, outvars=_variables(equation.outvars), params=params, ctx=ctx)
 
     def _earlier(self, equation: Any, seen: dict[Any, list[Any]]) -> list[Any]:
         """Return the results of the first of the equations that are equal to this one."""
@@ -144,13 +133,11 @@ class _Rewriter:
         return equation.outvars if equation.effects or has_dropped else first
 
     def _param(self, key: str, value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            parts = [self._param(key, part) for part in value]
-            # Named tuples take their entries one by one.
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if isinstance(value, tuple | list | dict):
+            return jax.tree.map(partial(self._param, key), value)
         # JAX calls these rules when it differentiates, perhaps after the trace, so each result is rewritten at that
         # time.
-        if key in _RULES:
+        if key in RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
         if key == "bwd" and hasattr(value, "call_wrapped"):
             return linear_util.wrap_init(partial(self._backward, value), debug_info=value.debug_info)

@@ -1,18 +1,22 @@
-"""Equations: the equations of a jaxpr and of inner functions, what they do, and their work."""
+"""Equations: how the equations of jaxprs nest, a walk and a fold over them, what they do, and their work."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._runtime.way import replica_axis
 
 # Primitives that call a function with their arguments as they are.
 CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
+
+# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces on demand. Each returns a jaxpr and its constants first.
+RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 # Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
 ELEMENTWISE = frozenset(
@@ -25,17 +29,19 @@ ELEMENTWISE = frozenset(
 )
 
 
-def called_by(equation: Any) -> Any:
-    """Return the function that an equation calls with its arguments as they are, None for other equations."""
-    params = equation.params
-    return params.get("jaxpr", params.get("call_jaxpr")) if equation.primitive.name in CALLS else None
-
-
 def functions_in(equation: Any) -> list[Any]:
     """Return the functions inside an equation, as jaxprs or closed jaxprs."""
     # Parameters hold functions by many names (jaxpr, branches, cond_jaxpr, ...), also in tuples, and these names change
     # between versions of JAX; that they have equations does not.
     return [value for value in jax.tree.leaves([*equation.params.values()]) if hasattr(value, "eqns")]
+
+
+def called_by(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """Return the jaxpr that an equation calls with its arguments as they are, and its constants; None for others."""
+    if equation.primitive.name not in CALLS:
+        return None
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
 def equations(given: Iterable[Any], is_at_top: bool = False) -> Iterator[Any]:
@@ -44,8 +50,45 @@ def equations(given: Iterable[Any], is_at_top: bool = False) -> Iterator[Any]:
     for equation in given:
         yield equation
         for inner in functions_in(equation):
-            if not is_at_top or inner is called_by(equation):
+            if not is_at_top or equation.primitive.name in CALLS:
                 yield from equations(inner.eqns, is_at_top)
+
+
+def fold(
+    jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], rule: Callable[[Any, list[Any]], Iterable[Any]]
+) -> list[Any]:
+    """Give each variable of a jaxpr a value, and return the values of its results.
+
+    Args:
+      jaxpr: the function.
+      consts, args: the values of its constants and arguments.
+      rule: takes an equation and the values of its operands, and returns those of its results. It is called for each
+        equation in order, and says itself what becomes of inner functions. A literal is its own value.
+    """
+    # In JAX 0.12 a jaxpr whose constants are not attached counts their variables among its arguments.
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atoms: Iterable[Any]) -> list[Any]:
+        return [atom if isinstance(atom, Literal) else values[atom] for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        values |= zip(equation.outvars, rule(equation, read(equation.invars)), strict=True)
+    return read(jaxpr.outvars)
+
+
+def number(value: Any) -> Any:
+    """Return what a literal stands for, any other value as it is."""
+    return value.val if isinstance(value, Literal) else value
+
+
+def bind(equation: Any, values: Iterable[Any]) -> list[Any]:
+    """Evaluate an equation on arrays, as `jax.core.eval_jaxpr` does."""
+    given = equation.primitive.get_bind_params(equation.params)
+    # JAX below 0.10 returns functions apart from the other parameters. Drop this when we require jax>=0.10.
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *values, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 def is_over_axis(equation: Any) -> bool:

@@ -1,10 +1,11 @@
 """Fingerprint: a value that is equal for two traces with the same equations, constants and callbacks."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from hashlib import sha256
+from itertools import count, islice
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -14,14 +15,15 @@ from jax.extend.core import Literal
 
 from .._base.pytree import key_of
 from .._runtime.constants import known_constant
+from .equations import RULES, fold
 from .names import content
 
 # Callbacks hold functions in their cells, which hold functions in theirs: look so many levels deep.
 _DEEPEST = 4
 # Types whose repr says all.
 _EXACT = (int, str, bytes, bool, type(None))
-# Rules of jax.custom_jvp and jax.custom_vjp. Each trace makes new ones, which belong to gradients alone.
-_RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
+# What gradients alone read. Each trace makes it anew.
+_OF_GRADIENTS = RULES | {"bwd", "out_trees"}
 
 
 def fingerprint(closed: Any) -> Hashable:
@@ -95,21 +97,21 @@ class _Writer:
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         # Variables are numbered in order, since their names and objects are new in each trace.
-        numbers: dict[Any, int] = {}
+        numbers, written = count(), list[Any]()
 
-        def takes(atoms: Sequence[Any]) -> list[Any]:
-            return [self._array(atom.val) if isinstance(atom, Literal) else numbers[atom] for atom in atoms]
+        def takes(operands: Sequence[Any]) -> list[Any]:
+            return [self._array(operand.val) if isinstance(operand, Literal) else operand for operand in operands]
 
         def makes(variables: Sequence[Any]) -> list[Any]:
-            for variable in variables:
-                numbers[variable] = len(numbers)
             return [(getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", None))) for v in variables]
 
-        written: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
-        for equation in jaxpr.eqns:
-            params = [(name, self._value(value)) for name, value in equation.params.items() if name not in _RULES]
-            written.append((equation.primitive.name, takes(equation.invars), makes(equation.outvars), params))
-        return written, takes(jaxpr.outvars)
+        def write(equation: Any, operands: list[Any]) -> Iterable[int]:
+            params = [(key, self._value(value)) for key, value in equation.params.items() if key not in _OF_GRADIENTS]
+            written.append((equation.primitive.name, takes(operands), makes(equation.outvars), params))
+            return islice(numbers, len(equation.outvars))
+
+        outs = fold(jaxpr, islice(numbers, len(jaxpr.constvars)), islice(numbers, len(jaxpr.invars)), write)
+        return [makes((*jaxpr.constvars, *jaxpr.invars)), *written], takes(outs)
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         """Return a parameter of an equation as tuples. Values that a callback holds are deeper than 0."""

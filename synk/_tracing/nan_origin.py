@@ -2,12 +2,13 @@
 
 import linecache
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
-from .equations import called_by
+from .equations import bind, called_by, fold, number
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -36,7 +37,7 @@ def first_bad_line(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> st
     try:
         # Infinity often stands in masks on purpose, so a second run looks for NaN alone.
         for is_good in (is_finite, _is_number):
-            _run(jaxpr, consts, args, is_good)
+            fold(jaxpr, consts, args, partial(_checked, is_good))
     except _FoundLine as finding:
         return finding.line
     except Exception:
@@ -50,32 +51,16 @@ class _FoundLine(Exception):
         self.line = line
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], is_good: Callable[[Any], bool]) -> list[Any]:
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        results = _results_of(equation, inputs, is_good)
-        # Only the first equation with good operands is the origin; all that follow inherit its numbers.
-        if all(map(is_good, inputs)) and not all(map(is_good, results)):
-            raise _FoundLine(_line_of(equation))
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _results_of(equation: Any, inputs: Sequence[Any], is_good: Callable[[Any], bool]) -> list[Any]:
+def _checked(is_good: Callable[[Any], bool], equation: Any, operands: Iterable[Any]) -> list[Any]:
+    """Evaluate an equation; raise its line if it is the origin."""
+    operands, rule = [*map(number, operands)], partial(_checked, is_good)
     # Inner functions are entered, so that the line found is that of an operation, not of the call of a jitted function.
-    if (inner := called_by(equation)) is not None:
-        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs, is_good)
-    bind: Callable[..., Any] = equation.primitive.bind
-    # JAX below 0.10 returns functions apart from the other parameters. Drop this when we require jax>=0.10.
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, rest = params if isinstance(params, tuple) else ((), params)
-    results = bind(*functions, *inputs, **rest)
-    return list(results) if equation.primitive.multiple_results else [results]
+    inner = called_by(equation)
+    results = bind(equation, operands) if inner is None else [*map(number, fold(*inner, operands, rule))]
+    # Only the first equation with good operands is the origin; all that follow inherit its numbers.
+    if all(map(is_good, operands)) and not all(map(is_good, results)):
+        raise _FoundLine(_line_of(equation))
+    return results
 
 
 def _line_of(equation: Any) -> str | None:

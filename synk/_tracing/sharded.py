@@ -1,9 +1,10 @@
 """Sharded: evaluation of a traced function whose arguments lie in shards, of which each replica holds one."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
 from .._runtime.way import replica_axis
-from .equations import ELEMENTWISE, called_by
+from .equations import ELEMENTWISE, bind, called_by, fold, number
 
 # The user has differentiated the function already. So each equation that reads a large leaf gathers it there, apart in
 # the forward and the backward pass; a loop over stacked layers gathers a layer in each round. Elementwise equations
@@ -61,16 +61,22 @@ class _Moved(Shard):
 NO_SUMS: Mapping[int, ShardedSum] = MappingProxyType({})
 
 
+@dataclass(eq=False)
 class _Place:
-    """A value of an evaluation."""
+    """A value of an evaluation. Variables do not name values: an inner function that is called twice has the same ones
+    twice."""
+
+    value: Any = None
+    is_literal: bool = False
 
 
-class _Step(NamedTuple):
-    """An equation, with the places or literals that it reads, and the places of its results."""
+@dataclass(eq=False)
+class _Step:
+    """An equation, with the places that it reads, and those of its results."""
 
     equation: Any
-    ins: list[Any]
-    outs: list[Any]
+    ins: list[_Place]
+    outs: list[_Place]
 
     @property
     def name(self) -> str:
@@ -92,58 +98,46 @@ def evaluate_sharded(
     Returns:
       The results: arrays, or shards.
     """
-    # Places, not variables of the jaxpr, name values: an inner function that is called twice has the same variables
-    # twice.
     evaluation = _Evaluation(are_equal)
     results = evaluation.run(jaxpr, consts, args, sums)
     return [evaluation.whole(result) if isinstance(result, _Moved) else result for result in results]
 
 
+@dataclass(frozen=True)
 class _Evaluation:
-    """An evaluation under way.
+    """An evaluation under way. Arrays of the body of a loop or a branch are tracers of a trace of its own, so it has an
+    evaluation of its own: no gather outside may wait for one, or take it for a leaf that is gathered already.
 
     Attributes:
-      recent: results of the latest equations that used gathered leaves.
+      are_equal: see `evaluate_sharded`.
       gathered: leaves that are gathered already, by ids, with their shards; None outside loops and `jax.checkpoint`,
         where they would live for too long.
+      recent: results of the latest equations that used gathered leaves.
     """
 
-    def __init__(self, are_equal: bool) -> None:
-        self.are_equal = are_equal
-        self.recent: list[jax.Array] = []
-        self.gathered: dict[Any, tuple[Shard, jax.Array]] | None = None
+    are_equal: bool
+    gathered: dict[Any, tuple[Shard, jax.Array]] | None = None
+    recent: deque[jax.Array] = field(default_factory=lambda: deque(maxlen=_AHEAD))
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], sums: Mapping[int, ShardedSum] = NO_SUMS
     ) -> list[Any]:
-        places = [_Place() for _ in args]
-        values: dict[_Place, Any] = dict(zip(places, args, strict=True))
-        steps, outs = _inlined(jaxpr, consts, places, values)
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else values[atom]
+        steps, outs = _opened(jaxpr, consts, args)
 
         def add_up(wanted: ShardedSum, has_layers: bool | None, value: Any) -> Shard:
-            weight = None if wanted.weight is None else self.whole(read(outs[wanted.weight]))
+            weight = None if wanted.weight is None else self.whole(outs[wanted.weight].value)
             return sum_to_shards(wanted.prepare(jnp.asarray(self.whole(value)), weight), has_layers)
 
         # Weights come first, since loops add up what they weigh.
         first = _needed([outs[each.weight] for each in sums.values() if each.weight is not None], steps)
-        stacked, converted = _stacked_sums(steps, outs, sums, first)
-        for step in sorted(steps, key=lambda step: id(step) not in first):
-            if step.outs and step.outs[0] in converted:
-                # A loop has converted what it stacks.
-                values[step.outs[0]] = read(step.ins[0])
-                continue
+        stacked = _add_in_loops(steps, outs, sums, first)
+        for step in sorted(steps, key=lambda step: step not in first):
             wanted = [partial(add_up, stacked[out], False) if out in stacked else None for out in step.outs]
-            values |= zip(step.outs, self._evaluate(step, [*map(read, step.ins)], wanted), strict=True)
-        done = {*stacked, *converted}
-        return [
-            add_up(sums[i], None, read(out))
-            if i in sums and (isinstance(out, Literal) or out not in done)
-            else read(out)
-            for i, out in enumerate(outs)
-        ]
+            results = self._evaluate(step, [place.value for place in step.ins], wanted)
+            for out, result in zip(step.outs, results, strict=True):
+                out.value = result
+        is_apart = [i in sums and out not in stacked for i, out in enumerate(outs)]
+        return [add_up(sums[i], None, out.value) if is_apart[i] else out.value for i, out in enumerate(outs)]
 
     def whole(self, value: Any) -> Any:
         if not isinstance(value, Shard):
@@ -154,10 +148,10 @@ class _Evaluation:
         # XLA makes one gather of two equal ones, so that the leaf would live from the forward to the backward pass. It
         # keeps gathers apart that wait for different values of the computation; a barrier on the shard alone does not
         # do. So they do not all start at the beginning, either.
-        array, *_ = lax.optimization_barrier((value.array, *self.recent[:1]))
+        array, *_ = lax.optimization_barrier((value.array, *[*self.recent][:1]))
         array = gather_shard(Shard(array, value.shape))
         for equation in _moves(value):
-            [array] = _bind(equation, [array])
+            [array] = bind(equation, [array])
         if self.gathered is not None:
             self.gathered[key] = value, array
         return array
@@ -168,7 +162,7 @@ class _Evaluation:
         if step.name == "scan" and (shards or any(wanted)):
             return self._scan(step.equation, values, wanted)
         if not shards:
-            return _bind(step.equation, values)
+            return bind(step.equation, values)
         if step.name == "remat2":
             return self._checkpoint(step.equation.params, values)
         if step.name == "cond" and self.are_equal:
@@ -176,14 +170,14 @@ class _Evaluation:
         for rule in (self._elementwise, self._reduced, self._moved):
             if (result := rule(step, values, shards[0])) is not None:
                 return [result]
-        results = _bind(step.equation, [*map(self.whole, values)])
+        results = bind(step.equation, [*map(self.whole, values)])
         self._note(results)
         return results
 
     def _note(self, results: Sequence[Any]) -> None:
         """Note a result for which later gathers wait."""
         arrays = [result for result in results if isinstance(getattr(result, "dtype", None), np.dtype)]
-        self.recent = [*self.recent, *arrays[:1]][-_AHEAD:]
+        self.recent.extend(arrays[:1])
 
     def _elementwise(self, step: _Step, values: list[Any], like: Shard) -> Shard | None:
         """Evaluate an elementwise equation on shards that lie alike.
@@ -193,8 +187,8 @@ class _Evaluation:
         if step.name not in ELEMENTWISE:
             return None
         operands: list[Any] = []
-        for atom, value in zip(step.ins, values, strict=True):
-            is_equal = self.are_equal or isinstance(atom, Literal)
+        for place, value in zip(step.ins, values, strict=True):
+            is_equal = self.are_equal or place.is_literal
             if isinstance(value, Shard):
                 if (value.shape, value.array.shape) != (like.shape, like.array.shape) or _moves(value) != _moves(like):
                     return None
@@ -205,7 +199,7 @@ class _Evaluation:
                 operands.append(own_shard(jnp.asarray(value), like.has_layers).array)
             else:
                 return None
-        return replace(like, array=_bind(step.equation, operands)[0])
+        return replace(like, array=bind(step.equation, operands)[0])
 
     def _reduced(self, step: _Step, values: list[Any], shard: Shard) -> jax.Array | None:
         """Reduce all numbers of a leaf: each replica its own, and then those of all replicas."""
@@ -245,10 +239,7 @@ class _Evaluation:
             values = lax.optimization_barrier([v if isinstance(v, Shard) else jnp.asarray(v) for v in values])
         # Inside, a leaf is gathered once and goes with the function's other intermediate values, which jax.checkpoint
         # drops.
-        before, self.gathered = self.gathered, {}
-        results = self.run(params["jaxpr"], (), values)
-        self.gathered = before
-        return results
+        return replace(self, gathered={}).run(params["jaxpr"], (), values)
 
     def _scan(self, equation: Any, values: list[Any], wanted: Sequence[Any]) -> list[Any]:
         """Evaluate a loop, which gathers a layer of stacked leaves in each round, and adds up a layer of gradients."""
@@ -264,28 +255,24 @@ class _Evaluation:
             jnp.asarray(self.whole(value), out.aval.dtype) if isinstance(out.aval.dtype, np.dtype) else value
             for value, out in zip(values[stop - count : stop], equation.outvars, strict=False)
         ]
-        is_layer = [isinstance(v, Shard) and v.has_layers and not _moves(v) for v in values[stop:]]
-        stacks = [v if layered else self.whole(v) for v, layered in zip(values[stop:], is_layer, strict=True)]
-        # Arrays of the body are tracers of its own trace: no gather outside may wait for one or take it for a leaf that
-        # is gathered already.
-        before = self.recent, self.gathered
+        stacks = [
+            v if isinstance(v, Shard) and v.has_layers and not _moves(v) else self.whole(v) for v in values[stop:]
+        ]
 
+        # A loop takes shards apart, and stacks them, as it does their arrays; shapes of the whole are set here.
         def round_of(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
-            self.recent, self.gathered = [], {}
-            pairs = zip(entries, stacks, is_layer, strict=True)
-            layers = [Shard(entry, stack.shape[1:]) if layered else entry for entry, stack, layered in pairs]
-            results = self.run(body.jaxpr, body.consts, [*constants, *carry, *layers])
-            sums = zip(results[count:], wanted[count:], strict=True)
-            new = [self.whole(result) if add_up is None else add_up(result).array for result, add_up in sums]
-            return [*map(self.whole, results[:count])], new
+            inside = _Evaluation(self.are_equal, {})
+            layers = [Shard(v.array, v.shape[1:]) if isinstance(v, Shard) else v for v in entries]
+            results = inside.run(body.jaxpr, body.consts, [*constants, *carry, *layers])
+            sums = zip(map(inside.whole, results[count:]), wanted[count:], strict=True)
+            new = [result if add_up is None else add_up(result) for result, add_up in sums]
+            return [*map(inside.whole, results[:count])], new
 
-        entries = [v.array if layered else v for v, layered in zip(stacks, is_layer, strict=True)]
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, new = lax.scan(round_of, carry, entries, **options)
-        self.recent, self.gathered = before
+        carry, new = lax.scan(round_of, carry, stacks, **options)
         self._note(carry)
-        outs = zip(equation.outvars[count:], new, wanted[count:], strict=True)
-        return [*carry, *(array if add_up is None else Shard(array, out.aval.shape) for out, array, add_up in outs)]
+        outs = zip(equation.outvars[count:], new, strict=True)
+        return [*carry, *(Shard(v.array, out.aval.shape) if isinstance(v, Shard) else v for out, v in outs)]
 
     def _cond(self, equation: Any, values: list[Any]) -> list[Any]:
         """Evaluate a branch that all replicas take, so that they meet in what it communicates."""
@@ -293,110 +280,80 @@ class _Evaluation:
         index, operands = lax.pmax(self.whole(values[0]), replica_axis()), values[1:]
         # Branches of a switch must return one structure: a result is a shard where an operand of that shape is one.
         has_layers = {v.shape: v.has_layers for v in operands if isinstance(v, Shard) and not _moves(v)}
-        before = self.recent, self.gathered
 
         def branch(closed: Any, operands: list[Any]) -> list[Any]:
             # A leaf gathered in one branch does not exist in the other.
-            self.recent, self.gathered = [], None
-            results = self.run(closed.jaxpr, closed.consts, operands)
+            inside = _Evaluation(self.are_equal)
+            results = inside.run(closed.jaxpr, closed.consts, operands)
             for i, (result, out) in enumerate(zip(results, equation.outvars, strict=True)):
                 result = result if isinstance(result, Shard) else jnp.asarray(result, out.aval.dtype)
                 layered = has_layers.get(out.aval.shape)
                 if layered is None:
-                    results[i] = self.whole(result)
+                    results[i] = inside.whole(result)
                 elif not isinstance(result, Shard) or _moves(result) or result.has_layers != layered:
-                    results[i] = own_shard(self.whole(result), layered)
+                    results[i] = own_shard(inside.whole(result), layered)
             return results
 
-        results = lax.switch(index, [partial(branch, closed) for closed in equation.params["branches"]], operands)
-        self.recent, self.gathered = before
-        return results
+        return lax.switch(index, [partial(branch, closed) for closed in equation.params["branches"]], operands)
 
 
 def _moves(shard: Shard) -> tuple[Any, ...]:
     return shard.moves if isinstance(shard, _Moved) else ()
 
 
-def _bind(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluate an equation on arrays, as `jax.core.eval_jaxpr` does."""
-    given = equation.primitive.get_bind_params(equation.params)
-    # Before JAX 0.10 a pair.
-    functions, params = given if isinstance(given, tuple) else ((), given)
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*functions, *values, **params)
-    return list(results) if equation.primitive.multiple_results else [results]
+def _opened(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> tuple[list[_Step], list[_Place]]:
+    """Return the steps of a jaxpr, among them those of functions that it calls, and the places of its results."""
+    steps: list[_Step] = []
 
-
-def _inlined(
-    jaxpr: Any, consts: Sequence[Any], places: Sequence[Any], values: dict[_Place, Any]
-) -> tuple[list[_Step], list[Any]]:
-    """Return the steps of a jaxpr, among them those of functions that it calls, and where its results are.
-
-    `places` are those of its arguments, or literals; `values` gets its constants.
-    """
-    names = dict(zip(jaxpr.invars, places, strict=True))
-    for variable, constant in zip(jaxpr.constvars, consts, strict=True):
-        names[variable] = place = _Place()
-        values[place] = constant
-
-    def named(atoms: Sequence[Any]) -> list[Any]:
-        return [atom if isinstance(atom, Literal) else names[atom] for atom in atoms]
+    def places(given: Iterable[Any]) -> list[_Place]:
+        return [each if isinstance(each, _Place) else _Place(number(each), is_literal=True) for each in given]
 
     # Called functions are opened, so that a gather stands beside the equation that reads the leaf. jax.checkpoint is
     # not: it would lose what it recomputes.
-    steps: list[_Step] = []
-    for equation in jaxpr.eqns:
-        inner, ins = called_by(equation), named(equation.invars)
-        if inner is None or equation.primitive.name == "remat2":
-            outs = [_Place() for _ in equation.outvars]
-            steps.append(_Step(equation, ins, outs))
-        else:
-            more, outs = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), ins, values)
-            steps += more
-        names |= zip(equation.outvars, outs, strict=True)
-    return steps, named(jaxpr.outvars)
+    def opened(equation: Any, ins: list[Any]) -> list[Any]:
+        if equation.primitive.name != "remat2" and (inner := called_by(equation)) is not None:
+            return fold(inner[0], map(_Place, inner[1]), ins, opened)
+        steps.append(_Step(equation, places(ins), [_Place() for _ in equation.outvars]))
+        return steps[-1].outs
+
+    return steps, places(fold(jaxpr, map(_Place, consts), map(_Place, args), opened))
 
 
-def _needed(places: Sequence[Any], steps: Sequence[_Step]) -> set[int]:
-    """Return the ids of the steps that make these places."""
-    wanted, needed = {place for place in places if isinstance(place, _Place)}, set[int]()
+def _needed(places: Iterable[_Place], steps: Sequence[_Step]) -> set[_Step]:
+    """Return the steps that make these places."""
+    wanted, needed = {*places}, set[_Step]()
     for step in reversed(steps):
         if not wanted.isdisjoint(step.outs):
-            needed.add(id(step))
-            wanted.update(atom for atom in step.ins if isinstance(atom, _Place))
+            needed.add(step)
+            wanted.update(step.ins)
     return needed
 
 
-def _stacked_sums(
-    steps: Sequence[_Step], outs: Sequence[Any], sums: Mapping[int, ShardedSum], first: set[int]
-) -> tuple[dict[_Place, ShardedSum], set[_Place]]:
-    """Find sums of what a loop stacks a layer a round, perhaps converted behind it.
-
-    Returns:
-      The sums by what the loop stacks, with the conversions in them; and the places of what is converted behind it.
-    """
+def _add_in_loops(
+    steps: list[_Step], outs: list[_Place], sums: Mapping[int, ShardedSum], first: set[_Step]
+) -> dict[_Place, ShardedSum]:
+    """Find sums of what a loop stacks a layer a round, and return them by its place. Conversions behind the loop leave
+    the steps and become part of the sum."""
     # A gradient of stacked layers leaves its loop whole on each replica. Added up in each round, only a layer of it is
     # ever whole.
     makers = {place: step for step in steps for place in step.outs}
-    uses = Counter(
-        atom for atoms in (*(step.ins for step in steps), outs) for atom in atoms if isinstance(atom, _Place)
-    )
+    uses = Counter(chain(outs, *(step.ins for step in steps)))
     stacked: dict[_Place, ShardedSum] = {}
-    converted: set[_Place] = set()
     for i, wanted in sums.items():
-        way, dtypes, step = [outs[i]], list[Any](), None
-        while isinstance(way[-1], _Place) and (step := makers.get(way[-1])) and step.name == "convert_element_type":
-            dtypes.append(step.equation.params["new_dtype"])
+        way, conversions = [outs[i]], list[_Step]()
+        while (step := makers.get(way[-1])) is not None and step.name == "convert_element_type":
+            conversions.append(step)
             way.append(step.ins[0])
         # A loop whose weights come later, or whose stack others read too, stacks the whole.
-        if step is None or step.name != "scan" or id(step) in first or any(uses[place] > 1 for place in way):
+        if step is None or step.name != "scan" or step in first or any(uses[place] > 1 for place in way):
             continue
-        body, number = step.equation.params["jaxpr"], step.outs.index(way[-1])
-        shape = step.equation.outvars[number].aval.shape
-        if keeps_layers(shape) and len(shape) > len(body.out_avals[number].shape):
-            stacked[way[-1]] = wanted._replace(prepare=partial(_convert_first, dtypes[::-1], wanted.prepare))
-            converted.update(way[:-1])
-    return stacked, converted
+        body, index = step.equation.params["jaxpr"], step.outs.index(way[-1])
+        shape = step.equation.outvars[index].aval.shape
+        if keeps_layers(shape) and len(shape) > len(body.out_avals[index].shape):
+            dtypes = [step.equation.params["new_dtype"] for step in reversed(conversions)]
+            steps[:], outs[i] = [step for step in steps if step not in conversions], way[-1]
+            stacked[outs[i]] = wanted._replace(prepare=partial(_convert_first, dtypes, wanted.prepare))
+    return stacked
 
 
 def _convert_first(

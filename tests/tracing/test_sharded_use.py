@@ -30,6 +30,14 @@ def test_reductions_by_bits(group):
         assert [*map(int, reductions(np.ones(9, np.float32)))] == [*wanted, bool(BITS.all()), True]
 
 
+def test_captured_arrays():
+    """A function that reads a variable in shards may close over arrays, in a function that it calls too."""
+    with group_of("devices", 2):
+        w, table = synk.shared(np.eye(150, dtype=np.float32), sharded=True), jnp.arange(150.0)[None]
+        f = synk.function(lambda x: jax.jit(lambda y: y * table)(x @ w.value) + table, reduce="concat")
+        np.testing.assert_array_equal(f(np.ones((4, 150), np.float32)), np.tile(2 * np.arange(150.0), (4, 1)))
+
+
 @pytest.mark.parametrize("group", [("devices", 2), slow(("simulated", 3))])
 def test_branches_by_an_output_that_is_not_the_same(group):
     """A branch of `then` is one for all replicas, also where they disagree: none waits for a gather of the others."""
