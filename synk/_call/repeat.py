@@ -137,19 +137,19 @@ def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, most: int, size: int) 
 
 def why_alone(epilogue: Epilogue) -> str:
     """Say why a program cannot run several calls in a row; "" if it can."""
-    builder, call = epilogue.builder, epilogue.call
-    states = builder.state_shapes(builder.slots) if builder.kept else []
-    kept = sum(prod(states[i].shape) * bits_of(states[i].dtype) // 8 for i in builder.kept)
-    traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
+    group, call, entries = epilogue.group, epilogue.call, epilogue.states
+    states = entries.shapes(entries.slots) if entries.kept else []
+    kept = sum(prod(states[i].shape) * bits_of(states[i].dtype) // 8 for i in entries.kept)
+    traced = [*epilogue.traced.by_size.values(), *([epilogue.then[0]] if epilogue.then else [])]
     reasons = {
-        'engine="jit" runs it': builder.group._way.is_one,
+        'engine="jit" runs it': group._way.is_one,
         SLICES: call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
         "its entries of rows are large": kept > LARGE,
         'an output is "scatter"': bool(epilogue.scattered),
         "it has callbacks": any(each.has_callbacks for each in traced),
-        "XLA's CPU backend compiles convolutions inside a loop to slow ones": builder.group.platform == "cpu"
+        "XLA's CPU backend compiles convolutions inside a loop to slow ones": group.platform == "cpu"
         and any(each.has_convolution for each in traced),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
