@@ -236,7 +236,7 @@ Branch = Callable[[], list[jax.Array]]
 
 
 class Uneven(NamedTuple):
-    """How one program runs replicas whose parts have two sizes. It is chosen once for a kind of call.
+    """Rule by which one program runs replicas whose parts have two sizes. It is chosen once for a kind of call.
 
     Attributes:
       way: "branch": each replica takes the branch of its size. "mapped": the same, but `jax.vmap` makes a select of the

@@ -31,7 +31,6 @@ from .._call.parts import split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
 from .._call.repeat import RunsAlone
 from .._call.rows import Rows
-from .._call.several import Call, Several, start_calls
 from .._call.spec import Repeat
 from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
@@ -40,6 +39,7 @@ from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
 from .._variables.variable import Shared
+from .per_launch import Call, Several, start_calls
 
 # Arrays that one launch returns, with entries of rows or parts, and the number of rows of each replica.
 _Launched = tuple[tuple[int, ...], list[jax.Array]]
