@@ -24,10 +24,9 @@ from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
 from .._variables.views import ShapesAlone, View, view_from
-from .compiler import Compiler
+from .compiler import COMMUNICATES, Compiler, RunsAlone, why_alone
 from .parts import split_into_launches
 from .program import Epilogue
-from .repeat import COMMUNICATES, RunsAlone, why_alone
 from .rows import InputSpec
 from .spec import CallSpec, FunctionSpec, Repeat
 from .states import TracedCall

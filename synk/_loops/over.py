@@ -15,7 +15,7 @@ import numpy as np
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
-from .._call.compiler import Compiler
+from .._call.compiler import Compiler, RunsAlone
 from .._call.execute import (
     ReadyCall,
     check_variables,
@@ -29,7 +29,6 @@ from .._call.execute import (
 from .._call.kinds import MOST_ROWS, check_row_count, start
 from .._call.parts import split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
-from .._call.repeat import RunsAlone
 from .._call.rows import Rows
 from .._call.spec import Repeat
 from .._data.transfer import PartRows

@@ -10,10 +10,10 @@ from typing import Any
 from .._base.jax_context import checks_floats
 from .._base.pytree import PyTree, as_data
 from .._call.binding import BoundArguments, CallOptions
+from .._call.compiler import EXCHANGES, LOCAL, NANS, SLICES, NotTogether, RunsAlone
 from .._call.execute import ReadyCall, execute_calls
 from .._call.kinds import Kind, check_row_count, recognise
 from .._call.plan import Form, Site
-from .._call.repeat import EXCHANGES, LOCAL, NANS, SLICES, NotTogether, RunsAlone
 from .._call.rows import Rows
 from .._call.spec import Repeat
 from .._data.process_rows import ProcessLocalRows

@@ -12,10 +12,10 @@ import numpy as np
 from .._base.errors import public_api
 from .._base.units import seconds_text
 from .._call.binding import BoundArguments, CallOptions
+from .._call.compiler import RunsAlone
 from .._call.execute import Outcome, ReadyCall, execute_calls
 from .._call.kinds import prepare
 from .._call.plan import Site
-from .._call.repeat import RunsAlone
 from .._call.spec import Repeat
 from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
