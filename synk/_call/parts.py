@@ -274,7 +274,8 @@ def choose_uneven(traces: CallTraces, traced: Collection[TracedFunction], reads_
     Raises:
       ValueError: no way runs them.
     """
-    call, has_callbacks = traces.call, any(each.has_callbacks for each in traced)
+    call, shares_device = traces.call, traces.group._way.shares_device
+    has_callbacks = any(each.has_callbacks for each in traced)
     if reads_shards and has_callbacks and any(len(sizes) > 1 for sizes in call.part_sizes):
         raise ValueError(
             f"{traces.function.name}: it has callbacks and reads a variable in shards. Where rows do not divide, "
@@ -285,14 +286,12 @@ def choose_uneven(traces: CallTraces, traced: Collection[TracedFunction], reads_
     # branch.
     is_flat = traces.group.platform == "cpu" and any(each.has_convolution for each in traced) and not has_callbacks
     # Mapped together, the matrix products of blocks would add up in another order.
-    if calls_back_in_turns(traces, traced, reads_shards) or (
-        call.block is not None and traces.group._way.shares_device
-    ):
+    if (call.block is not None and shares_device) or calls_back_in_turns(traces, traced, reads_shards):
         return Uneven("turns", is_flat)
     # Replicas in different branches would wait for each other in different gathers of shards.
     if is_flat or reads_shards:
         return Uneven("all", is_flat)
-    return Uneven("mapped" if traces.group._way.shares_device else "branch", is_flat)
+    return Uneven("mapped" if shares_device else "branch", is_flat)
 
 
 def calls_back_in_turns(traces: CallTraces, traced: Collection[TracedFunction], reads_shards: bool) -> bool:
