@@ -232,7 +232,7 @@ def any_not_finite(leaves: Sequence[jax.Array], before: Mapping[int, jax.Array] 
 
 
 # Runs a part of one size, and returns its states.
-Branch = Callable[[], list[jax.Array]]
+Branch = Callable[[], list[Any]]
 
 
 class Uneven(NamedTuple):
@@ -256,7 +256,7 @@ class Uneven(NamedTuple):
         """Tell whether each replica runs parts of all these sizes, so that real rows must fill up its own."""
         return len(sizes) > 1 and self.way in ("mapped", "all")
 
-    def run(self, count: Any, branches: Mapping[int | None, Branch], added_up: Container[int]) -> list[jax.Array]:
+    def run(self, count: Any, branches: Mapping[int | None, Branch], added_up: Container[int]) -> list[Any]:
         """Return the states of the branch of a replica's size; those `added_up` hold the parts of all replicas."""
         first, *others = branches
         if not others:

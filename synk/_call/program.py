@@ -48,7 +48,7 @@ class PartRunner:
 
     def run(
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, max_rows: int | None
-    ) -> list[jax.Array]:
+    ) -> list[Any]:
         """Run the part, which has one of these sizes. Outputs with an entry a row get `max_rows` entries."""
         traced, uneven = self.traced, self.traced.uneven
         if traced.blocks is not None:
@@ -164,7 +164,7 @@ class PartRunner:
         # Replicas without a block run nothing, so all gather before what `fn` reads.
         state = {v: [*map(whole, state[v])] for v in traced.reads}
         # XLA folds constants on one device and not on several, so they come from behind a barrier.
-        known = {
+        known: dict[int | None, Any] = {
             size: fusion_barrier(traced.group, resolve(traced.by_size[size].known(), arrays.constants), part)
             for size in blocks.sizes
         }
