@@ -1,8 +1,9 @@
-"""Compiler: lower the programs of one kind of call from shapes, and compile them."""
+"""Compiler: lower the programs of one kind of call from shapes, or of several such calls in a row, and compile them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -10,24 +11,62 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._base.pytree import bits_of
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
 from .._reductions.collectives import all_gather
 from .._runtime.constants import Constant
 from .._runtime.executable import Executable, ProgramSpec
+from .._runtime.group import Group
 from .._runtime.layout import layouts
 from .._runtime.way import Layout, Layouts, axis_named, replica_axis
 from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, part_table, split_into_launches
-from .program import Epilogue
-from .repeat import Placed, Repetition, repeated
+from .program import Epilogue, PartRunner
 from .spec import Repeat
 from .traces import State
 
+# Why calls run alone, as far as that is known before they are traced.
+SLICES = "its rows run in slices"
+LOCAL = "its rows are those of one process (synk.local)"
+EXCHANGES = "replicas exchange rows of scattered data before the call"
+COMMUNICATES = "it communicates inside"
+NANS = "jax_debug_nans looks at single calls"
+# Bytes of entries of rows that a program returns for each of several batches of `f.over`.
+LARGE = 1 << 18
 Arrays = Sequence[jax.Array]
 Body = Callable[..., list[jax.Array]]
+# Arguments of a program: layout and global shape of each.
+Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]
+
+
+class RunsAlone(ValueError):
+    """Calls do not run in a row, by one program. The message says why."""
+
+
+class NotTogether(RunsAlone):
+    """Calls do not run in a row, but others of the loop may."""
+
+
+class Repetition(NamedTuple):
+    """Rule by which the calls of a program share arguments, hand them on or have their own, told by number.
+
+    Attributes:
+      most: how many calls there may be.
+      carried: for each result that the next call takes, in the order of the results, the argument that it becomes.
+      own: the arguments of which each call has its own.
+      lists: how many lists of arguments there are before captured arrays. Behind them comes an argument that tells for
+        each call whether it is there.
+      refuses_nan: whether the last result is a flag, by which a call and all that follow it change nothing.
+    """
+
+    most: int
+    carried: Sequence[int]
+    own: Sequence[int]
+    lists: int
+    refuses_nan: bool
 
 
 class _Launch(NamedTuple):
@@ -56,28 +95,27 @@ class Compiler:
     Attributes:
       updates: the variables that the call writes, in the order of the results: new values come first.
       layouts: the layout of each variable, as programs take and return it.
-      states: shapes of a replica's states between launches.
+      shapes: shapes of a replica's states between launches.
       carried: indexes of the states that travel from launch to launch.
       kept: indexes of the states that each launch of `f.over` returns, whose entries it joins on the host.
       reads: the variables that programs which run `fn` take, and those of the program that ends the call.
     """
 
     def __init__(self, epilogue: Epilogue, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
-        self.epilogue, self.builder, self.layouts = epilogue, epilogue.builder, layouts
-        builder = epilogue.builder
-        self.call, self.group, self.traces = builder.call, builder.group, builder.traces
-        self.refuses_nan = builder.function.refuses_nan and not (self.call.is_over or self.call.is_composed)
-        self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
+        self.epilogue, self.traced, self.states, self.layouts = epilogue, epilogue.traced, epilogue.states, layouts
+        traced, self.runner = epilogue.traced, PartRunner(epilogue.states)
+        self.call, self.group, self.traces = traced.call, traced.group, traced.traces
+        self.refuses_nan = traced.function.refuses_nan and not (self.call.is_over or self.call.is_composed)
+        self.shapes = tuple(epilogue.states.shapes(epilogue.states.slots)) if self.call.is_sliced else ()
         # States without elements do not travel: with one, jaxlib 0.10.2 fails to partition the program ("func.call op
         # expected at least one operand ... produced by a GlobalToLocalShape").
-        self.carried = [i for i, state in enumerate(self.states) if state.size and i not in builder.kept]
-        self.kept = [i for i in builder.kept if self.states[i].size]
-        self.carry = tuple([self.states[i] for i in self.carried])
-        reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
-        written = [variable for variable, _ in builder.updates]
+        self.carried = [i for i, state in enumerate(self.shapes) if state.size and i not in self.states.kept]
+        self.kept = [i for i in self.states.kept if self.shapes[i].size]
+        self.carry = tuple([self.shapes[i] for i in self.carried])
+        written = [variable for variable, _ in traced.updates]
         # A replica without rows returns old values of the variables, so its program takes them even if `fn` reads none.
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
-        launch = tuple(dict.fromkeys((*reads, *(written if has_gaps else ()))))
+        launch = tuple(dict.fromkeys((*traced.reads, *(written if has_gaps else ()))))
         of_then = epilogue.then[0].variables if epilogue.then else ()
         # A call in one launch has one program, which runs `fn` and ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
@@ -92,22 +130,22 @@ class Compiler:
 
     def compile(self, owner: Any) -> tuple[dict[Any, Executable], Executable | None, Executable | None]:
         """Compile the programs that run `fn`; of a sliced call also those that make first states and combine."""
-        builder, call = self.builder, self.call
+        traced, call = self.traced, self.call
         if not call.is_sliced:
             return {call.part_sizes[0]: self._compile(self._only_launch)}, None, None
         # Sliced calls whose other launches differ share programs, so each is kept by all that it is made of.
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
-        has_then, writes = builder.function.then is not None, builder.first.writes
-        about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
-        about = (*about, self.refuses_nan, builder.function.wires is None)
+        has_then, writes = traced.function.then is not None, traced.first.writes
+        about = (call._replace(part_sizes=()), has_then, traced.outputs, writes, touched, self.shapes, self.reads)
+        about = (*about, self.refuses_nan, traced.function.wires is None)
 
         def cached(launch: _Launch) -> Executable:
-            fingerprints = tuple([traced.fingerprint for traced in self._traced_in(launch)])
+            fingerprints = tuple([each.fingerprint for each in self._traced_in(launch)])
             key = ("program", launch, fingerprints, *about)
             return self.group._cached(owner, key, partial(self._compile, launch))
 
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
-        if builder.runs_each_rank and call.lengths:
+        if traced.uneven.takes_turns and call.lengths:
             # Replicas that run one after another in one program have their numbers of rows compiled in.
             kinds = [(parts.sizes, parts.counts) for parts in split_into_launches(call.lengths, call.num_slices)]
         programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
@@ -133,7 +171,7 @@ class Compiler:
         return lambda *values: mapped(*values, *own)
 
     def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
-        traced = self.builder.traced
+        traced = self.traced.by_size
         # Blocks have other sizes than the parts that they make.
         sizes = traced if self.call.block is not None else [size for size in launch.sizes if size in traced]
         of_then = [self.epilogue.then[0]] if launch.is_last and self.epilogue.then else []
@@ -147,7 +185,7 @@ class Compiler:
     def _compile_start(self) -> Executable:
         """Compile the program that makes the states of all replicas before the first launch."""
         # Zeros and not the identities of the ops, of which some are infinite: jax_debug_infs would refuse them.
-        function, carry, size = self.builder.function, self.carry, self.group.size
+        function, carry, size = self.traced.function, self.carry, self.group.size
 
         def body() -> list[jax.Array]:
             return [jnp.zeros((size, *state.shape), state.dtype) for state in carry]
@@ -159,16 +197,16 @@ class Compiler:
         """Compile a program in which the replicas' axis has the function's name for it."""
         # The axis has the function's own name while JAX lowers the program, so that lax collectives of the user's find
         # it.
-        with axis_named(self.builder.function.axis_name):
+        with axis_named(self.traced.function.axis_name):
             program = Executable(self.group, spec)
-        self.builder.function.stats.compilations += 1
+        self.traced.function.stats.compilations += 1
         return program
 
     def _compile(self, launch: _Launch) -> Executable:
         return self._executable(self._spec(launch))
 
     def _spec(self, launch: _Launch) -> ProgramSpec:
-        function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
+        function, takes_all_replicas = self.traced.function, self.traced.uneven.takes_turns and bool(launch.sizes)
         arguments = self._arguments(launch)
         given: list[Layout] = [layout for layout, _ in chain(*arguments)]
 
@@ -189,7 +227,7 @@ class Compiler:
             engine=function.engine,
             options=function.compiler_options,
             name=function.name,
-            variables=tuple(variable._given_name for variable in self.builder.traces.touched),
+            variables=tuple(variable._given_name for variable in self.traces.touched),
             takes_all_replicas=takes_all_replicas,
             has_fixed_kernels=self.call.block is not None,
             constants=self._constants(launch),
@@ -237,14 +275,14 @@ class Compiler:
         if not launch.sizes:
             # The launch that only combines gets states with the axis of replicas in front, of size 1.
             return self._all_states([leaf[0] for leaf in carry])
-        return self.builder.states(sizes, state, arrays, part, launch.sizes[0])
+        return self.runner.run(sizes, state, arrays, part, launch.sizes[0])
 
     def _finish(self, launch: _Launch, taken: _Taken, states: Arrays) -> list[jax.Array]:
         """Return what a program returns: the results of the call in the last launch, else the states so far."""
         state, carry, arrays, part = taken
         if launch.is_last:
             return self._results(states, state, arrays, part)
-        states = self.builder.accumulate(self._all_states(carry), states, part)
+        states = self.states.accumulate(self._all_states(carry), states, part)
         kept = [states[i] for i in self.kept]
         # Each process joins the entries of all replicas on its own host, so over processes they are gathered.
         return [*(states[i] for i in self.carried), *(all_gather(kept) if self.group._is_multi_process else kept)]
@@ -350,7 +388,7 @@ class Compiler:
     def _results(self, states: Arrays, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Compute the results of the program that ends a call: new values, outputs and perhaps a flag."""
         if self.call.is_sliced:
-            states = self.builder.states_of_present(states, part.count > 0)
+            states = self.states.of_present(states, part.count > 0)
         results, new = self.epilogue.finish_values(states, state, arrays, part, self.layouts)
         picked = [results[i] for i in self.epilogue.result.picked]
         if not self.refuses_nan:
@@ -368,7 +406,7 @@ class Compiler:
     def _all_states(self, carry: Arrays) -> list[jax.Array]:
         """Return the carried states (partial results), and zeros for all others."""
         states = dict(zip(self.carried, carry, strict=False))
-        return [states[i] if i in states else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(self.states)]
+        return [states[i] if i in states else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(self.shapes)]
 
     def compile_over(self, made: Sequence[int]) -> Executable:
         """Compile the program that ends `f.over` and makes these outputs, of carried states and numbers of rows."""
@@ -377,13 +415,11 @@ class Compiler:
 
         def body(*values: jax.Array) -> list[jax.Array]:
             rows, present = values[count:]
-            states = self.builder.states_of_present(
-                self._all_states(values[:count]), present[lax.axis_index(replica_axis())]
-            )
-            outputs = self.epilogue.combine_batches(states, rows, present)
+            states = self.states.of_present(self._all_states(values[:count]), present[lax.axis_index(replica_axis())])
+            outputs = self.epilogue.combination.combine_batches(states, rows, present)
             return [outputs[i] for i in made]
 
-        function = self.builder.function
+        function = self.traced.function
         others = [jax.ShapeDtypeStruct((), jnp.result_type(float)), jax.ShapeDtypeStruct((size,), np.bool_)]
         spec = ProgramSpec(
             body=body,
@@ -399,4 +435,104 @@ class Compiler:
     @property
     def uses_rank(self) -> bool:
         """Tell whether results of `fn` depend on the numbers of its rows, or on the rank."""
-        return any(traced.uses_rank for traced in self.builder.traced.values())
+        return any(traced.uses_rank for traced in self.traced.by_size.values())
+
+
+def repeated(
+    group: Group, engine: str, single: Body, arguments: list[Placed], outs: list[Layout], rule: Repetition
+) -> tuple[Body, list[Placed], list[Layout]]:
+    """Return body, arguments and layouts of results of a program that runs the calls of another one in a row.
+
+    Its body takes the arrays of all replicas. Its results are what the last call hands on, and then the results of one
+    call after the other.
+    """
+    given_layouts: list[Layout] = [layout for layout, _ in chain(*arguments)]
+    flags = sum(map(len, arguments[: rule.lists]))
+
+    def of_each(i: int, value: jax.Array) -> jax.Array:
+        """Return what the calls have of an argument, in the shapes that programs of one call take."""
+        if given_layouts[i] == "replicated":
+            return value
+        # Sent with the axis of replicas in front, as all arrays are; the loop divides along the axis of calls.
+        value = jnp.moveaxis(value, 1, 0)
+        return value.reshape(rule.most, -1, *value.shape[3:]) if given_layouts[i] == "rows" else value
+
+    def body(*values: jax.Array) -> list[jax.Array]:
+        # The axis of the replicas has its name while the program is traced.
+        mapped = group._way.map(single, given_layouts, outs, engine)
+        is_there, given = values[flags], [*values[:flags], *values[flags + 1 :]]
+        own = [of_each(i, given[i]) for i in rule.own]
+
+        def run(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            now = dict(zip((*rule.carried, *rule.own), (*state, *own), strict=True))
+            results = list(mapped(*(now.get(i, value) for i, value in enumerate(given))))
+            return results[: len(state)], results[len(state) :]
+
+        state = [given[i] for i in rule.carried]
+        # The branch of a call that is not there returns results of the same shapes, which nobody reads.
+        shapes = jax.eval_shape(run, state, [leaf[0] for leaf in own])[1]
+
+        def keep(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            return state, [*map(_ones, shapes)]
+
+        def step(carry: Any, call: Any) -> tuple[Any, list[jax.Array]]:
+            (state, goes_on), (is_there, own) = carry, call
+            # Inside a branch XLA computes the bits of a program of one call. In the body of a loop alone it does not.
+            new, results = lax.cond(_both(group, is_there, goes_on), run, keep, state, own)
+            if rule.refuses_nan:
+                # Inside the branch XLA would compute the new values by other kernels.
+                new = [jnp.where(results[-1], old, leaf) for old, leaf in zip(state, new, strict=True)]
+                goes_on &= ~results[-1]
+            return (new, goes_on), results
+
+        (state, _), results = lax.scan(step, (state, jnp.ones((), bool)), (is_there, own), length=rule.most)
+        return [*state, *(leaf[call] for call in range(rule.most) for leaf in results)]
+
+    placed = iter(
+        [_of_each(*each, rule.most, group.size) if i in rule.own else each for i, each in enumerate(chain(*arguments))]
+    )
+    of_all: list[Placed] = [[next(placed) for _ in each] for each in arguments]
+    of_all[rule.lists - 1].append(("replicated", jax.ShapeDtypeStruct((rule.most,), np.bool_)))
+    return body, of_all, [*outs[: len(rule.carried)], *outs[len(rule.carried) :] * rule.most]
+
+
+def _ones(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return ones that are as weak as what they stand for, which a branch would lose otherwise."""
+    return lax.full(like.shape, like.dtype.type(1).item()) if like.weak_type else jnp.ones(like.shape, like.dtype)
+
+
+def _both(group: Group, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return `a & b`, in a way that keeps a loop around it from being compiled as one kernel."""
+    if group.platform != "cpu":
+        return a & b
+    # XLA's CPU compiler makes one kernel of a small loop, unless it sorts (small_while_loop_hoisting_pass.cc). That
+    # kernel computes other bits.
+    return lax.sort(jnp.stack([a, b]).astype(jnp.int32))[0] > 0
+
+
+def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, most: int, size: int) -> tuple[Layout, jax.ShapeDtypeStruct]:
+    """Return layout and global shape of an argument of which each call has its own."""
+    if layout == "replicated":
+        return layout, shape.update(shape=(most, *shape.shape))
+    each = shape.shape[1:] if layout == "stacked" else (shape.shape[0] // size, *shape.shape[1:])
+    return "stacked", shape.update(shape=(size, most, *each))
+
+
+def why_alone(epilogue: Epilogue) -> str:
+    """Say why a program cannot run several calls in a row; "" if it can."""
+    group, call, entries = epilogue.group, epilogue.call, epilogue.states
+    states = entries.shapes(entries.slots) if entries.kept else []
+    kept = sum(prod(states[i].shape) * bits_of(states[i].dtype) // 8 for i in entries.kept)
+    traced = [*epilogue.traced.by_size.values(), *([epilogue.then[0]] if epilogue.then else [])]
+    reasons = {
+        'engine="jit" runs it': group._way.is_one,
+        SLICES: call.num_slices > 1,
+        "its rows run in blocks": call.block is not None,
+        "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
+        "its entries of rows are large": kept > LARGE,
+        'an output is "scatter"': bool(epilogue.scattered),
+        "it has callbacks": any(each.has_callbacks for each in traced),
+        "XLA's CPU backend compiles convolutions inside a loop to slow ones": group.platform == "cpu"
+        and any(each.has_convolution for each in traced),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")

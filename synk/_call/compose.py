@@ -28,9 +28,10 @@ from .compiler import Compiler
 from .kinds import Kind, check_row_count, checked_subset, parts_asked, with_parts
 from .leaves import recognise_leaves, spec_of_part
 from .plan import Site, Traced, plan_key
-from .program import Epilogue, ProgramBuilder
+from .program import Epilogue
 from .rows import Rows
 from .spec import CallSpec, FunctionSpec
+from .states import TracedCall
 from .traces import CallTraces, NeedsAllRows
 
 # The options of a call that a traced one heeds. All others are refused.
@@ -197,16 +198,16 @@ def _make(
     function: FunctionSpec, group: Group, call: CallSpec
 ) -> tuple[Callable[..., Sequence[jax.Array]], ResultSpec]:
     """Make the program of a traced call, to be inlined, and the structure of what it returns."""
-    builder = ProgramBuilder(CallTraces(function, group, call))
-    epilogue = Epilogue(builder)
+    traced = TracedCall(CallTraces(function, group, call))
     # This traces `then`, which may touch variables too.
-    _ = epilogue.result
-    least = builder.outputs.least_rows(builder.combined) if call.has_rows else 0
+    epilogue = Epilogue(traced)
+    result = epilogue.result
+    least = traced.outputs.least_rows(traced.combined) if call.has_rows else 0
     check_row_count(function.name, least, call.lengths)
-    for variable in builder.traces.touched:
+    for variable in traced.traces.touched:
         raise SynkError(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "
             f'they would keep the value of now. Make it a "broadcast" argument and pass {variable.name}.value.'
         )
     # Under jit the equations are traced once for all calls of the kind; without it each outer trace would repeat them.
-    return jax.jit(Compiler(epilogue, (), {}).inlined()), epilogue.result
+    return jax.jit(Compiler(epilogue, (), {}).inlined()), result

@@ -19,10 +19,10 @@ from .._runtime.layout import constant
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
 from .._variables.views import View
+from .compiler import NotTogether
 from .leaves import stack_leaves
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, Form, SliceChoice
-from .repeat import NotTogether
 from .rows import Rows, exchanged, feed_calls, feed_rows, index_on_replicas
 from .spec import CallSpec, FunctionSpec, Repeat
 

@@ -1,9 +1,9 @@
-"""Parts: the rows that one replica runs on in one launch."""
+"""Parts: the rows that one replica runs on in one launch, and how a program runs parts of two sizes."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from .._data.feed import read_rows
 from .._data.transfer import PartRows
 from .._reductions.collectives import all_gather
 from .._runtime.constants import Constant
+from .._tracing.tracer import TracedFunction
 from .spec import CallSpec
+from .traces import CallTraces
 
 
 @lru_cache(maxsize=1024)
@@ -36,6 +38,51 @@ def split_into_launches(lengths: tuple[int, ...], num_slices: int) -> list[PartR
         starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
         launches.append(PartRows(max(counts), counts, starts, offsets))
     return launches
+
+
+class Blocks:
+    """Blocks of one call. Each replica gets whole blocks; the last block of all may be shorter.
+
+    Attributes:
+      size: rows of a block.
+      lengths: rows of each replica.
+      full: number of whole blocks of each replica.
+      most: largest number of whole blocks that a replica has.
+      rest: rows of the shorter block, or 0.
+      owner: the replica that has the shorter block.
+    """
+
+    def __init__(self, call: CallSpec) -> None:
+        assert call.block is not None and call.lengths is not None
+        self.size, self.lengths = call.block, np.array(call.lengths)
+        self.full, self.rest = self.lengths // self.size, int(self.lengths.sum() % self.size)
+        self.most, self.owner = int(self.full.max()), int(np.flatnonzero(self.lengths).max())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the numbers of rows that blocks have, most first."""
+        return [*[self.size] * (self.most > 0), *[self.rest] * (self.rest > 0)]
+
+    @property
+    def sizes_of_longest(self) -> list[int]:
+        return [
+            min(self.size, int(self.lengths.max()) - first) for first in range(0, int(self.lengths.max()), self.size)
+        ]
+
+    @property
+    def slots(self) -> dict[bool, int]:
+        """Return how many entries a replica has, one a row (True) or one a block (False); the shorter block is last."""
+        return {True: self.most * self.size + self.rest, False: self.most + (self.rest > 0)}
+
+    @cached_property
+    def valid(self) -> dict[bool, np.ndarray]:
+        """Return the indexes of the valid entries of all replicas, in row order."""
+        valid: dict[bool, list[np.ndarray]] = {True: [], False: []}
+        for rank, (length, full) in enumerate(zip(self.lengths, self.full, strict=True)):
+            for kind, whole, last in ((True, full * self.size, self.rest), (False, full, 1)):
+                first, size = rank * self.slots[kind], self.most * (self.size if kind else 1)
+                valid[kind] += [first + np.arange(whole), first + size + np.arange(last * (length % self.size > 0))]
+        return {kind: np.concatenate(numbers) for kind, numbers in valid.items()}
 
 
 class Part(NamedTuple):
@@ -93,6 +140,15 @@ class PartArrays(NamedTuple):
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "PartArrays":
         arrays = [(function(array), index) for array, index in self.arrays]
         return self._replace(arrays=arrays, broadcast=[function(leaf) for leaf in self.broadcast])
+
+
+def rows_from(array: jax.Array, index: jax.Array | None, first: Any, rows: int) -> jax.Array:
+    """Return so many of a replica's rows, from number `first` on; if it has fewer, earlier rows fill them up."""
+    # lax.dynamic_slice moves the start towards the front where rows are missing: a replica without such a block reads
+    # other real rows, whose results are dropped.
+    if index is None or not index.ndim:
+        return lax.dynamic_slice_in_dim(array, first if index is None else index + first, rows)
+    return read_rows(array, lax.dynamic_slice_in_dim(index, first, rows), rows)
 
 
 # Rows of the table of parts, and the row that holds the lengths of replicas.
@@ -173,6 +229,77 @@ def any_not_finite(leaves: Sequence[jax.Array], before: Mapping[int, jax.Array] 
                 is_fine |= (leaf == before[i]) | (jnp.isnan(leaf) & jnp.isnan(before[i]))
             flags.append(~is_fine.all())
     return jnp.any(jnp.array(flags)) if len(flags) > 1 else flags[0]
+
+
+# Runs a part of one size, and returns its states.
+Branch = Callable[[], list[Any]]
+
+
+class Uneven(NamedTuple):
+    """Rule by which one program runs replicas whose parts have two sizes. It is chosen once for a kind of call.
+
+    Attributes:
+      way: "branch": each replica takes the branch of its size. "mapped": the same, but `jax.vmap` makes a select of the
+        branches, so all of them run. "all": each replica runs all sizes, and selects the states of its own. "turns":
+        replicas that share a device run one after another, each by its own number of rows, which is compiled in.
+      is_flat: whether nothing runs in a branch or a loop, blocks and slices neither.
+    """
+
+    way: Literal["branch", "mapped", "all", "turns"]
+    is_flat: bool
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.way == "turns"
+
+    def runs_all(self, sizes: Sequence[int | None]) -> bool:
+        """Tell whether each replica runs parts of all these sizes, so that real rows must fill up its own."""
+        return len(sizes) > 1 and self.way in ("mapped", "all")
+
+    def run(self, count: Any, branches: Mapping[int | None, Branch], added_up: Container[int]) -> list[Any]:
+        """Return the states of the branch of a replica's size; those `added_up` hold the parts of all replicas."""
+        first, *others = branches
+        if not others:
+            return branches[first]()
+        number = sum(i * (count == size).astype(jnp.int32) for i, size in enumerate(others, 1))
+        if self.way != "all":
+            return lax.switch(number, [*branches.values()])
+        pairs = enumerate(zip(*(branch() for branch in branches.values()), strict=True))
+        return [sum(leaves) if i in added_up else lax.select_n(number, *leaves) for i, leaves in pairs]
+
+
+def choose_uneven(traces: CallTraces, traced: Collection[TracedFunction], reads_shards: bool) -> Uneven:
+    """Choose how parts of two sizes run by what `fn` does; `traced` are its traces.
+
+    Raises:
+      ValueError: no way runs them.
+    """
+    call, shares_device = traces.call, traces.group._way.shares_device
+    has_callbacks = any(each.has_callbacks for each in traced)
+    if reads_shards and has_callbacks and any(len(sizes) > 1 for sizes in call.part_sizes):
+        raise ValueError(
+            f"{traces.function.name}: it has callbacks and reads a variable in shards. Where rows do not divide, "
+            f"replicas also run it over rows that they drop. Give rows that divide, or leave the callbacks out."
+        )
+    # XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
+    # (https://github.com/jax-ml/jax/issues/12868; jaxlib 0.12 still does). Callbacks must run once, so they keep the
+    # branch.
+    is_flat = traces.group.platform == "cpu" and any(each.has_convolution for each in traced) and not has_callbacks
+    # Mapped together, the matrix products of blocks would add up in another order.
+    if (call.block is not None and shares_device) or calls_back_in_turns(traces, traced, reads_shards):
+        return Uneven("turns", is_flat)
+    # Replicas in different branches would wait for each other in different gathers of shards.
+    if is_flat or reads_shards:
+        return Uneven("all", is_flat)
+    return Uneven("mapped" if shares_device else "branch", is_flat)
+
+
+def calls_back_in_turns(traces: CallTraces, traced: Collection[TracedFunction], reads_shards: bool) -> bool:
+    """Tell whether replicas that share a device run one after another, for the callbacks in these functions."""
+    # Mapped together, all replicas would run the callbacks inside a branch of one. What communicates needs all replicas
+    # at once, so it stays mapped.
+    communicates = reads_shards or any(each.communicates for each in traced)
+    return traces.group._way.shares_device and any(each.has_callbacks for each in traced) and not communicates
 
 
 def spare_rows(rows: Mapping[int, jax.Array], has_rows: Any, may_lack: bool) -> dict[int, jax.Array]:

@@ -24,12 +24,12 @@ from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
 from .._variables.views import ShapesAlone, View, view_from
-from .compiler import Compiler
+from .compiler import COMMUNICATES, Compiler, why_alone
 from .parts import split_into_launches
-from .program import Epilogue, ProgramBuilder
-from .repeat import COMMUNICATES, why_alone
+from .program import Epilogue
 from .rows import InputSpec
 from .spec import CallSpec, FunctionSpec, Repeat
+from .states import TracedCall
 from .traces import TELLING_ROWS_APART, CallTraces, NeedsAllRows, rows_not_in_blocks
 
 # Groups for which a function keeps plans that refer to it.
@@ -482,18 +482,17 @@ def trace_plan(site: Site, call: CallSpec) -> Traced:
     """Trace a kind of call, for a `CallPlan` or an `Instead`."""
     traces = CallTraces(site.function, site.group, call, site.view)
     try:
-        builder = ProgramBuilder(traces)
+        traced = TracedCall(traces)
     except NeedsAllRows as needed:
-        return _instead(
-            traces, Instead("as one", str(needed)) if call.repeat is None else Instead("apart", COMMUNICATES)
-        )
-    if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
+        instead = Instead("as one", str(needed)) if call.repeat is None else Instead("apart", COMMUNICATES)
+        return _instead(traces, instead)
+    if call.lengths is None and not call.is_plain and traced.needs_lengths:
         return _instead(traces, Instead("by lengths"))
-    epilogue = Epilogue(builder)
+    epilogue = Epilogue(traced)
     if call.repeat is not None and (why := why_alone(epilogue)):
         return _instead(traces, Instead("apart", why))
     if site.function.blocks is not None:
-        _check_blocks(traces)
+        _check_blocks(traced)
     depends_on = _equality_dependencies(epilogue)
     differing = _diverging(traces, depends_on) if site.group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {
@@ -517,9 +516,9 @@ def _make_plan(
     plans: PlanCache,
     accepts: Mapping[Shared, tuple[AbstractState, ...]],
 ) -> CallPlan:
-    builder, traces, call, result = epilogue.builder, epilogue.traces, epilogue.call, epilogue.result
-    if builder.group._way.is_one and call.has_rows:
-        plans.count_rows(builder.function.name, max(size or 0 for size in builder.traced))
+    traced, traces, call, result = epilogue.traced, epilogue.traces, epilogue.call, epilogue.result
+    if traced.group._way.is_one and call.has_rows:
+        plans.count_rows(traced.function.name, max(size or 0 for size in traced.by_size))
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
     programs, start, finish = compiler.compile(plans.owner)
     updates: list[UpdateSlice] = []
@@ -531,7 +530,7 @@ def _make_plan(
         updates.append(UpdateSlice(variable, at, stop, state, needed))
         at = stop
     # A `then` that adds up itself has a plain one, which serial runs take.
-    users = [builder.first, *([epilogue.then[0]] if epilogue.then and epilogue.function.plain is None else [])]
+    users = [traced.first, *([epilogue.then[0]] if epilogue.then and epilogue.function.plain is None else [])]
     return CallPlan(
         programs=programs,
         start=start,
@@ -544,27 +543,28 @@ def _make_plan(
         updates=tuple(updates),
         result=result,
         scattered=tuple(j for j, i in enumerate(result.picked) if i in epilogue.scattered),
-        outputs=builder.outputs,
+        outputs=traced.outputs,
         has_flag=compiler.refuses_nan,
-        narrowest=builder.first.narrowest,
-        whole=builder.first.whole,
-        flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
+        narrowest=traced.first.narrowest,
+        whole=traced.first.whole,
+        flops={size: each.flops(traced.used) for size, each in traced.by_size.items()},
         flops_of_then=epilogue.flops_of_then,
-        least_rows=builder.outputs.least_rows(builder.combined),
+        least_rows=traced.outputs.least_rows(traced.combined),
         uses_rank=set().union(*(traced.uses_rank for traced in users)) - TELLING_ROWS_APART,
-        communicates=builder.first.communicates,
+        communicates=traced.first.communicates,
         alone=why_alone(epilogue),
         compiler=compiler if call.is_over else None,
     )
 
 
-def _check_blocks(traces: CallTraces) -> None:
+def _check_blocks(traced: TracedCall) -> None:
+    traces = traced.traces
     name, block = traces.function.name, traces.function.blocks
     if traces.call.block is None:
         raise ValueError(f"{name}: blocks={block} are blocks of rows, but no argument of this call is scattered.")
     for variable in filter(traces.holds_rows, traces.touched):
         raise rows_not_in_blocks(name, variable.name, block)
-    if traces.group.is_simulated and traces.are_in_shards(traces.touched):
+    if traced.uneven.takes_turns and traces.are_in_shards(traces.touched):
         raise ValueError(
             f"{name}: blocks={block} runs simulated replicas one by one, so they do not gather variables in shards. "
             f"Use devices, or whole variables."
@@ -585,7 +585,7 @@ def _must_be_equal(traces: CallTraces, depends_on: Mapping[Shared, tuple[Shared,
 def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:
     """Return for each updated variable the variables that must be equal for its new value to be; None if never."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first, is_one = epilogue.builder.first, epilogue.builder.group._way.is_one
+    first, is_one = epilogue.traced.first, epilogue.traced.group._way.is_one
     for variable, _ in first.writes:
         # Replicas see other rows, so what `fn` writes differs, whatever it computes: equality is derived and never
         # compared.
@@ -603,7 +603,7 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
                 f"{epilogue.function.name}.then: it asks for its rank and updates {variable.name}, which lies in "
                 f"shards of one value that all replicas share. Leave the rank out."
             )
-        may_differ = variable._may_differ and epilogue.builder.group.size > 1
+        may_differ = variable._may_differ and epilogue.traced.group.size > 1
         differs = may_differ or (then.uses_rank and not (leaves_equal or is_one))
         depends_on[variable] = None if differs else equal
     return depends_on

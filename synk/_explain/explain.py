@@ -16,11 +16,10 @@ from .._base.jax_context import checks_floats
 from .._base.units import seconds_text
 from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
 from .._call.binding import BoundArguments
-from .._call.blocks import Blocks
+from .._call.compiler import EXCHANGES, LOCAL, NANS
 from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.parts import split_into_launches
+from .._call.parts import Blocks, split_into_launches
 from .._call.plan import CallPlan, PlanCache
-from .._call.repeat import EXCHANGES, LOCAL, NANS
 from .._call.rows import InputSpec, exchange_programs
 from .._data.dataset import Data
 from .._data.overlap import widened

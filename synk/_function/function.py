@@ -24,11 +24,10 @@ from .._call.execute import ReadyCall, execute
 from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Purpose, Site, site_of
-from .._call.several import Call, start_calls
 from .._call.spec import FunctionSpec, Repeat, with_then
 from .._loops.iterate import ASKS, Batches, check_batches, due_call, launch, warn_of_keys
 from .._loops.minibatches import Loop, Minibatches, loop_begun_by
-from .._loops.per_launch import CallLists, launch_list, small_lists
+from .._loops.per_launch import Call, CallLists, launch_list, small_lists, start_calls
 from .._loops.prefetch import Prefetch, Stopped
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain

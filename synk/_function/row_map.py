@@ -3,11 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
+
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._call.row_map import check_row_ops
+from .._reductions.reduction import ELEMENTWISE
 from .decorator import Inputs, function
 from .function import Function
+
+# Ops of outputs of a row. Others show parts, of which a row knows none.
+_OPS = ("concat", "scatter", *ELEMENTWISE, "same")
 
 
 @public_api
@@ -56,7 +61,11 @@ def map(
       [2.0, 3.0, 1.41]
     """
     made = function(fn, inputs, outputs, axis_name=axis_name or "replica", name=name)
-    check_row_ops(made._spec.ops, made.name)
+    for op in jax.tree.leaves(made._spec.ops):
+        if op.name not in _OPS:
+            raise ValueError(
+                f"{made.name}: outputs of a row do not combine by {op.name!r}; use one of {', '.join(_OPS)}."
+            )
     # A function of rows whose call knows that `fn` takes one row: vmap is applied when its part is traced, which knows
     # the number of rows.
     made._spec = replace(made._spec, made_by="synk.map", of_one_row="alone" if axis_name is None else "axis")

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
-from .._call.compiler import Compiler
+from .._call.compiler import Compiler, RunsAlone
 from .._call.execute import (
     ReadyCall,
     check_variables,
@@ -29,9 +29,7 @@ from .._call.execute import (
 from .._call.kinds import MOST_ROWS, check_row_count, start
 from .._call.parts import split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
-from .._call.repeat import RunsAlone
 from .._call.rows import Rows
-from .._call.several import Call, Several, start_calls
 from .._call.spec import Repeat
 from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
@@ -40,6 +38,7 @@ from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
 from .._variables.variable import Shared
+from .per_launch import Call, Several, start_calls
 
 # Arrays that one launch returns, with entries of rows or parts, and the number of rows of each replica.
 _Launched = tuple[tuple[int, ...], list[jax.Array]]
@@ -155,7 +154,7 @@ class Accumulation:
         launched, compiler, ranks = self._under_way.popleft(), _compiler(self._first.plan), range(self._site.group.size)
         with translate_peer_errors(self._site.group):
             for at, i in enumerate(compiler.kept):
-                most = None if compiler.builder.reductions[i].has_row_entries else 1
+                most = None if compiler.states.reductions[i].has_row_entries else 1
                 stacked = [(np.asarray(arrays[at]), counts) for counts, arrays in launched]
                 self._entries[i] += [a[rank, : counts[rank]][:most] for rank in ranks for a, counts in stacked]
 
@@ -173,7 +172,7 @@ class Accumulation:
     def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
         """Check that a batch finds the values, and gives the shapes, that the first batch had."""
         name, new = ready.function.name, _compiler(ready.plan)
-        if self._rows + rows > MOST_ROWS and (new.uses_rank or any(m.is_gathered for m in new.builder.outputs.merges)):
+        if self._rows + rows > MOST_ROWS and (new.uses_rank or any(m.is_gathered for m in new.traced.outputs.merges)):
             raise ValueError(
                 f"{name}.over: rows beyond {MOST_ROWS} have no number in int32. Do without row numbers, and without "
                 f"statistics of all rows at once."
@@ -189,15 +188,15 @@ class Accumulation:
                     f"that before or after."
                 )
         old = _compiler(self._first.plan)
-        combined = [old.builder.outputs.leaves[i] for i in old.builder.combined]
-        for leaf, a, b in zip(combined, old.states, new.states, strict=False):
+        combined = [old.traced.outputs.leaves[i] for i in old.traced.combined]
+        for leaf, a, b in zip(combined, old.shapes, new.shapes, strict=False):
             if (a.dtype, _entry_shape(leaf, a)) != (b.dtype, _entry_shape(leaf, b)):
                 raise ValueError(
                     f"{name}.over: output{leaf.path} is {b.dtype}{list(b.shape)} on a replica in batch "
                     f"{self._batches}, but {a.dtype}{list(a.shape)} in the first: they do not combine. For a row an "
                     f'input row, use "concat".'
                 )
-        if old.builder.outputs.treedef != new.builder.outputs.treedef:
+        if old.traced.outputs.treedef != new.traced.outputs.treedef:
             raise ValueError(
                 f"{name}.over: what it returns has another tree in batch {self._batches} than in the first one. Return "
                 f"the same for any number of rows."
@@ -227,11 +226,11 @@ class Accumulation:
         while self._under_way:
             self._fetch_oldest()
         # States without elements have not travelled.
-        kept, slots = compiler.builder.kept, {True: self._rows, False: self._parts}
-        shapes = compiler.builder.state_shapes(slots) if kept else []
+        kept, slots = compiler.states.kept, {True: self._rows, False: self._parts}
+        shapes = compiler.states.shapes(slots) if kept else []
         entries = {i: np.zeros(shapes[i].shape, shapes[i].dtype) for i in kept}
         entries |= {i: np.concatenate(self._entries.pop(i)) for i in compiler.kept}
-        wholes = compiler.epilogue.finish_joined(entries)
+        wholes = compiler.epilogue.combination.finish_joined(entries)
         # A view of a part that came from a device is read-only, and results of a call are the user's to change.
         return [None if whole is None else np.require(whole, requirements="W") for whole in wholes]
 

@@ -12,16 +12,16 @@ import numpy as np
 from .._base.errors import public_api
 from .._base.units import seconds_text
 from .._call.binding import BoundArguments, CallOptions
+from .._call.compiler import RunsAlone
 from .._call.execute import Outcome, ReadyCall, execute_calls
 from .._call.kinds import prepare
 from .._call.plan import Site
-from .._call.repeat import RunsAlone
-from .._call.several import Several, start_calls
 from .._call.spec import Repeat
 from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
 from .._check.serial import Runner
 from .._explain.explain import Rehearsal, copied_states, rehearse
+from .._loops.per_launch import Several, start_calls
 from .._reductions.wire import WireName
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import translate_error, translate_peer_errors
