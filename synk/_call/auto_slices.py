@@ -181,10 +181,10 @@ def data_beside(rows: Rows, group: Group) -> int:
 
 
 def bytes_on_device(stacked: Any, group: Group) -> int:
-    return stacked.size * stacked.dtype.itemsize // (1 if group.is_simulated else group.size)
+    return stacked.size * stacked.dtype.itemsize // (1 if group._way.shares_device else group.size)
 
 
 def _device_bytes(variable: Shared, plan: CallPlan, group: Group) -> int:
     # All simulated replicas share one device.
     once = sum(shape.size * shape.dtype.itemsize for shape in plan.accepts[variable][0].shapes)
-    return once * (group.size if group.is_simulated and plan.layouts[variable] == "stacked" else 1)
+    return once * (group.size if group._way.shares_device and plan.layouts[variable] == "stacked" else 1)

@@ -11,7 +11,7 @@ from .._base.partition import lengths_of, split_rows
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
-from .._runtime.layout import put
+from .._runtime.layout import put, put_entries
 from .._runtime.way import Layout
 from .feed import InputFeed
 from .host_buffers import fresh
@@ -110,10 +110,7 @@ def scatter_rows(group: Group, source: HostSource, rows: int, dtype: np.dtype) -
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
     starts, counts = [parts[rank].start for rank in ranks], [parts[rank].rows for rank in ranks]
     fill_parts(whole, source, Selection(None, 0, rows), starts, counts)
-    if group.is_simulated:
-        return put(group, whole, "stacked")
-    placed = [jax.device_put(buffer[None], group.devices[rank]) for rank, buffer in zip(ranks, whole, strict=True)]
-    return jax.make_array_from_single_device_arrays((group.size, *whole.shape[1:]), group.stacked, placed)
+    return put(group, whole, "stacked") if group._has_one_device else put_entries(group, [*whole[:, None]])
 
 
 def _stay(group: Group, source: HostSource, rows: int, dtype: np.dtype) -> Any:

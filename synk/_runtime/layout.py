@@ -93,20 +93,20 @@ def shards(group: Group, array: jax.Array) -> list[jax.Array]:
 
 def shard_of_rank(group: Group, array: jax.Array, rank: int) -> jax.Array:
     """Return the array on the device of one replica of this process. Simulated replicas share one array."""
-    return array if group.is_simulated else shards(group, array)[rank - group._local_ranks.start]
+    return array if group._way.shares_device else shards(group, array)[rank - group._local_ranks.start]
 
 
 def local_replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
     """Return the entry of one replica of this process in host memory, cut to `rows` rows. On CPUs it is a view."""
     entry = np.asarray(shard_of_rank(group, array, rank))
     if layout != "replicated":
-        entry = entry[rank if group.is_simulated else 0, ...]
+        entry = entry[rank if group._way.shares_device else 0, ...]
     return entry if rows is None else entry[:rows]
 
 
 def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Array:
     """Return a stacked array with one replica's entry replaced. Other entries share memory with the old array."""
-    if group.is_simulated:
+    if group._way.shares_device:
         return array.at[rank].set(new)
     parts = shards(group, array)
     if rank in group._local_ranks:
@@ -124,10 +124,16 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Arr
         full[0, ... if rows is None else slice(len(part))] = part
         return full
 
-    if group.is_simulated or group.size == 1:
-        return put(group, np.concatenate([padded(part) for part in parts]), "stacked")
-    placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group._local_ranks]
-    return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, placed)
+    return put_entries(group, [padded(parts[rank]) for rank in group._local_ranks])
+
+
+def put_entries(group: Group, entries: Sequence[np.ndarray]) -> jax.Array:
+    """Place an array of layout "stacked", given as the entry of each replica of this process: (1, ...)."""
+    if group._has_one_device or group.size == 1:
+        return put(group, np.concatenate(entries), "stacked")
+    pairs = zip(entries, group._local_ranks, strict=True)
+    placed = [jax.device_put(entry, group.devices[rank]) for entry, rank in pairs]
+    return jax.make_array_from_single_device_arrays((group.size, *entries[0].shape[1:]), group.stacked, placed)
 
 
 def describe_shapes(args: Sequence[Any]) -> str:

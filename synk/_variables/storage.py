@@ -169,8 +169,8 @@ class Storage:
         leaves: list[jax.Array] = []
         for leaf in state.leaves:
             shard = shard_of_rank(home, leaf, home._local_ranks.start)
-            # Replicas of a simulated group share one device, where axis 0 of a stacked leaf counts them.
-            shard = shard[:1] if home.is_simulated and state.layout == "stacked" else shard
+            # Replicas that share a device share an array, where axis 0 of a stacked leaf counts them.
+            shard = shard[:1] if home._way.shares_device and state.layout == "stacked" else shard
             leaves.append(jax.device_put(shard, sharding_of(group, state.layout)))
         return replace(state, leaves=leaves)
 
