@@ -271,6 +271,7 @@ class ArgumentBinder:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             hint = next((f" {p} comes by position; {p}= is an option." for p in OPTIONS if repr(p) in str(error)), "")
+            hint += " cost= is an option of synk.map; a parameter cost comes by position." * ("'cost'" in str(error))
             raise TypeError(f"{self.name}: {error}; {self._has()}.{hint}") from None
         modes: dict[int, Any] = {}
         names: dict[int, str] = {}

@@ -1,13 +1,30 @@
 """Map: a function of one row, run for all rows on all replicas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.tree_util import all_leaves
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
+from .._call.binding import OPTIONS
 from .._call.row_map import check_row_ops
+from .._loops.iterate import PerBatch
+from .._loops.prefetch import Prefetch
+from .by_cost import Dealt, costs_of, deal, in_order, tied, with_order
 from .decorator import Inputs, function
 from .function import Function
+
+if TYPE_CHECKING:
+    from .._explain.report import Explanation
+
+Arguments = tuple[Any, ...]
+Options = dict[str, Any]
 
 
 @public_api
@@ -57,7 +74,117 @@ def map(
     """
     made = function(fn, inputs, outputs, axis_name=axis_name or "replica", name=name)
     check_row_ops(made._spec.ops, made.name)
+    parameter = made._binder.parameters.get("cost")
+    if parameter is not None and parameter.kind == parameter.KEYWORD_ONLY:
+        raise ValueError(
+            f"{made.name}: its parameter 'cost' comes by keyword alone, but has the name of an option of every map. "
+            f"Rename it, or let it come by position."
+        )
     # A function of rows whose call knows that `fn` takes one row: vmap is applied when its part is traced, which knows
     # the number of rows.
-    made._spec = replace(made._spec, made_by="synk.map", of_one_row="alone" if axis_name is None else "axis")
-    return made
+    spec = replace(made._spec, made_by="synk.map", of_one_row="alone" if axis_name is None else "axis")
+    return RowMap(spec, made._binder)
+
+
+class RowMap(Function):
+    """Function of one row, whose members take `cost=`: a number for each row of the arguments."""
+
+    @cached_property
+    def _dealt(self) -> tuple[Function, Function]:
+        """Return the functions that take the order of dealt rows: of a call, and of a batch of `over`."""
+        made = [Function(*with_order(self._spec, self._binder, is_over)) for is_over in (False, True)]
+        for each in made:
+            # `shared` and `explain` know all programs of the function.
+            each._plans = self._plans
+        return made[0], made[1]
+
+    def _deal(
+        self, args: Arguments, kwargs: Options, others: Sequence[str] = ()
+    ) -> tuple[Options, Callable[[Any], Dealt]]:
+        """Check the costs of a call, and return its other options, and what deals a batch of its rows."""
+        if kwargs.get("batch_s") is not None:
+            raise tied(self.name, "batch_s")
+        rest = {name: value for name, value in kwargs.items() if name != "cost"}
+        own = {name: value for name, value in rest.items() if name not in OPTIONS and name not in others}
+        costs = costs_of(self._binder.bind(args, own), kwargs["cost"], self._spec)
+        return rest, partial(deal, costs, num_slices=kwargs.get("num_slices"), name=self.name)
+
+    def _run(self, member: str, args: Arguments, kwargs: Options, *others: str) -> tuple[Any, Dealt]:
+        """Run a member with the rows of its call dealt, if that saves something."""
+        rest, deal_batch = self._deal(args, kwargs, others)
+        dealt = deal_batch(rest.get("batch"))
+        if dealt.is_in_order:
+            return getattr(Function, member)(self, *args, **rest), dealt
+        rest |= {"batch": dealt.batch, "num_slices": dealt.num_slices}
+        return getattr(Function, member)(
+            self._dealt[0], np.append(0, dealt.order).astype(np.int32), *args, **rest
+        ), dealt
+
+    @public_api
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        if "cost" not in kwargs:
+            return Function.__call__(self, *args, **kwargs)
+        result, dealt = self._run("__call__", args, kwargs)
+        self._note(dealt)
+        return result
+
+    def _note(self, dealt: Dealt) -> None:
+        self.stats.replica_imbalance, self.stats.slice_imbalance = dealt.imbalance
+
+    @public_api
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        return (self._run("check", args, kwargs)[0]) if "cost" in kwargs else Function.check(self, *args, **kwargs)
+
+    @public_api
+    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        return self._run("compile", args, kwargs)[0] if "cost" in kwargs else Function.compile(self, *args, **kwargs)
+
+    @public_api
+    def serial(self, *args: Any, **kwargs: Any) -> PyTree:
+        # On one device all rows run together, in any order.
+        return Function.serial(self, *args, **(self._deal(args, kwargs)[0] if "cost" in kwargs else kwargs))
+
+    @public_api
+    def explain(self, *args: Any, **kwargs: Any) -> "Explanation":
+        if "cost" not in kwargs:
+            return Function.explain(self, *args, **kwargs)
+        explanation, dealt = self._run("explain", args, kwargs, "run")
+        return replace(explanation, replica_imbalance=dealt.imbalance[0], slice_imbalance=dealt.imbalance[1])
+
+    @public_api
+    def iterate(self, *args: Any, **kwargs: Any) -> Prefetch[Any, Any]:
+        if "cost" not in kwargs:
+            return Function.iterate(self, *args, **kwargs)
+        order, rest = self._deal_batches(args, kwargs, None)
+        return Function.iterate(self._dealt[0], order, *args, **rest)
+
+    @public_api
+    def over(self, *args: Any, **kwargs: Any) -> PyTree:
+        if "cost" not in kwargs:
+            return Function.over(self, *args, **kwargs)
+        if kwargs.get("source") is not None:
+            raise ValueError(f"{self.name}.over: cost= is of the rows that batches= pick. Leave it out with source=.")
+        numbers = list[np.ndarray]()
+        order, rest = self._deal_batches(args, kwargs, numbers)
+        outputs = Function.over(self._dealt[1], order, *args, **rest)
+        ops, subset = self._spec.ops, rest.get("output_subset")
+        if subset is not None and not all_leaves([ops]):
+            ops = tuple([ops[entry] for entry in subset])
+        return in_order(self._spec, ops, outputs, np.argsort(np.concatenate(numbers)))
+
+    def _deal_batches(
+        self, args: Arguments, kwargs: Options, numbers: list[np.ndarray] | None
+    ) -> tuple[PerBatch, Options]:
+        """Return what deals the batches of a loop, in the place of their orders. In `numbers`, rows count on."""
+        rest, deal_batch = self._deal(args, kwargs, ("per_launch", "source"))
+        # Rows that go ahead are cut into the parts of a call only if a loop has one slice, and here batches differ.
+        rest["num_slices"] = rest.get("num_slices") or 2
+
+        def next_batch(batch: Any) -> tuple[np.ndarray, Any, np.ndarray]:
+            dealt, first = deal_batch(batch), int(numbers[-1].max()) + 1 if numbers else 0
+            self._note(dealt)
+            if numbers is not None:
+                numbers.append(first + dealt.order)
+            return dealt.batch, dealt.num_slices, np.append(first, dealt.order).astype(np.int32)
+
+        return PerBatch(repeat(0), next_batch), rest
