@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import jax.core
 import numpy as np
 
 from .._base.errors import shown

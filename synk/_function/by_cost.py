@@ -152,7 +152,13 @@ def with_order(function: FunctionSpec, binder: ArgumentBinder, is_over: bool) ->
         # Which of these follow the outputs of the user's function, `then` knows alone.
         others = () if function.then is None else signature(function.then).parameters
         names = [ORDER, *[name for name in others if binder.mode(name) in ("broadcast", "static")]]
-        made = replace(made, ops=[function.ops], then=then, then_parameters=lambda count: names)
+        made = replace(
+            made,
+            ops=[function.ops],
+            then=then,
+            then_parameters=lambda count: names,
+            output_names={"[0]": ("output", True)},
+        )
     return made, ArgumentBinder(run, {**binder.modes, ORDER: "broadcast"}, function.name)
 
 

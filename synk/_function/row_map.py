@@ -107,7 +107,9 @@ class RowMap(Function):
         rest = {name: value for name, value in kwargs.items() if name != "cost"}
         own = {name: value for name, value in rest.items() if name not in OPTIONS and name not in others}
         costs = costs_of(self._binder.bind(args, own), kwargs["cost"], self._spec)
-        return rest, partial(deal, costs, num_slices=kwargs.get("num_slices"), name=self.name)
+        # "same" is for what all replicas make of all their rows, not of slices.
+        has_same = any(op.name == "same" for op in jax.tree.leaves(self._spec.ops))
+        return rest, partial(deal, costs, num_slices=kwargs.get("num_slices", 1 if has_same else None), name=self.name)
 
     def _run(self, member: str, args: Arguments, kwargs: Options, *others: str) -> tuple[Any, Dealt]:
         """Run a member with the rows of its call dealt, if that saves something."""
