@@ -1,7 +1,7 @@
 """Minibatches: the order in which a training loop sees rows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import length_hint
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Minibatches:
     buckets: tuple[Bucket, ...]
     real_cost: float
     # The bucket of each row, in int32; as bytes, whose hash and comparison are quick. Empty where rows have no costs.
-    of_rows: bytes = b""
+    of_rows: bytes = field(default=b"", repr=False)
 
     @cached_property
     def per_epoch(self) -> int:
