@@ -116,15 +116,13 @@ def test_explain_says_the_imbalance():
         told = f.explain(np.zeros(64, np.float32), cost=costs, num_slices=1)
         assert 1.4 < told.slice_imbalance < 1.5 and "slice imbalance: 1.4" in str(told)
         assert f.explain(np.zeros(64, np.float32)).replica_imbalance is None and f.stats.slice_imbalance == 1
-        f.compile(jax.ShapeDtypeStruct((64,), jnp.float32), cost=costs)
 
 
 def test_members_take_costs():
-    """The check compares the call as it is dealt; the serial answer is the same."""
+    """The check compares the call as it is dealt."""
     f = synk.map(loop)
     with synk.simulate(3):
         f.check(START, STEPS, cost=STEPS)
-        assert_same(f.serial(START, STEPS, cost=STEPS), f(START, STEPS))
 
 
 def test_then_gets_outputs_in_order():
