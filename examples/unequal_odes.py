@@ -4,7 +4,7 @@
 
 A ring of Van der Pol oscillators takes the more steps the stiffer it is. Rows that run together wait for the slowest,
 so `cost=` deals like rows into slices, and gives each replica as much work. Results come in the order of the rows.
-Prints both times, and the largest difference from one device, which is 0: the bits of a row are its own.
+Prints the times, and the largest difference from one device.
 """
 
 from time import perf_counter
@@ -15,8 +15,8 @@ import numpy as np
 
 import synk
 
-ROWS, RING, END, TOLERANCE = 96, 64, 2.0, 1e-4
-stiffness = np.random.default_rng(0).lognormal(1.5, 1.2, ROWS).clip(0, 60).astype(np.float32)
+ROWS, RING, END, TOLERANCE = 96, 64, 1.0, 1e-3
+stiffness = np.random.default_rng(0).lognormal(1.5, 1.2, ROWS).clip(0, 40).astype(np.float32)
 
 
 def field(y, mu):
@@ -31,8 +31,7 @@ def solve(mu):
     def step(state):
         t, dt, y, steps = state
         slope = field(y, mu)
-        euler = y + dt * slope
-        heun = y + dt / 2 * (slope + field(euler, mu))
+        heun = y + dt / 2 * (slope + field(euler := y + dt * slope, mu))
         error = jnp.abs(heun - euler).max() / TOLERANCE
         is_good = error < 1
         dt_next = dt * jnp.clip(0.9 / jnp.sqrt(error + 1e-6), 0.2, 5.0)
