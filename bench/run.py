@@ -27,6 +27,7 @@ SHORT = {
     "pmap": "--rounds 15",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
     "uneven": "--rounds 9",
+    "unequal": "--rounds 9",
     "over": "--rounds 9",
     "batches": "--replicas 1,2 --rows 20000 --batches 512,4096 --rounds 7",
     "slices": "--replicas 1,2 --slices 1,4 --models CNN --rounds 3",
@@ -41,6 +42,7 @@ TRIAL = {
     "pmap": "--replicas 2 --rounds 1 --small",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
     "uneven": "--rounds 1",
+    "unequal": "--rounds 1 --rows 8 --texts 64",
     "over": "--rounds 1 --replicas 2",
     "batches": "--replicas 1,2 --rows 400 --batches 32 --rounds 1",
     "slices": "--replicas 1 --slices 1,4 --models CNN --divide 16 --rounds 1",
@@ -131,6 +133,13 @@ def rows_of_overhead(result):
 def rows_of_uneven(result):
     for (name, case), wanted in zip(result["results"].items(), ("<= 1.6", "<= 2.2"), strict=True):
         yield f"{name}, on 4 replicas: time", f"{case['ratio']:.2f}", wanted
+
+
+def rows_of_unequal(result):
+    for (name, value), wanted in zip(
+        result["results"].items(), ("<= 0.2", "<= 0.3", "<= 1.05", ">= 3", "< 1e-10", "<= 14"), strict=True
+    ):
+        yield f"{name}, on 2 replicas", f"{value:.2g}", wanted
 
 
 def rows_of_over(result):

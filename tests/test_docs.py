@@ -83,7 +83,9 @@ WORDS = {
     "OOM": "guides/slices", "kfold": "guides/recipes", "grad_accum": "guides/recipes", "stencil": "guides/rows",
     "halo": "guides/rows", "boundary": "guides/rows", "FSDP": "guides/larger_models", "crash": "guides/resume",
     "Ctrl-C": "guides/resume", "L-BFGS": "guides/libraries", "NUTS": "guides/independent", "Fisher": "guides/libraries",
-    "straggler": "when_wrong", "SLURM array": "processes", "which loop": "guides/rows",
+    "straggler": "when_wrong", "group_by_length": "guides/unequal_rows", "budget of tokens": "guides/unequal_rows",
+    "packing": "guides/unequal_rows", "ragged": "guides/unequal_rows", "segment ids": "guides/unequal_rows", "bucket": "guides/unequal_rows",
+    "stragglers": "guides/unequal_rows", "SLURM array": "processes", "which loop": "guides/rows",
 }  # fmt: skip
 
 

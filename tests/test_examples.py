@@ -119,6 +119,9 @@ COMPARED = (
     "kalman_filter.py",
     "hmm.py",
     "molecules.py",
+    "unequal_texts.py",
+    "unequal_odes.py",
+    "unequal_graphs.py",
     "calibration.py",
     "training_loop.py",
     "torch_dataloader.py",
@@ -159,7 +162,7 @@ WORDS = (
     "score matching, GAN, distillation, contrastive, SimCLR, CLIP, DQN, PPO, replay buffer, MCMC, NUTS, ensembles, "
     "hyperparameter sweep, k-means, EM, Gaussian process, kernel ridge, PINN, second derivatives, Hessian, "
     "Kalman filter, HMM, molecules, graphs, segment sums, padded graphs, MAML, population-based training, "
-    "federated averaging, local SGD, AUC, top-k, calibration, confusion, validation, logging, TensorBoard, wandb, "
+    "federated averaging, unequal length, budget of tokens, group by length, local SGD, AUC, top-k, calibration, confusion, validation, logging, TensorBoard, wandb, "
     "tqdm, Hugging Face datasets, grain, torch DataLoader"
 ).split(", ")
 

@@ -50,6 +50,8 @@ class CallOptions(NamedTuple):
 
 # A parameter may have one of these names, and then comes by position.
 OPTIONS = frozenset([*CallOptions._fields[:-1], "batches", "prefetch", "rtol", "atol", "update"])
+_HINTS = {name: f" {name} comes by position; {name}= is an option." for name in OPTIONS}
+_HINTS["cost"] = " cost= is an option of synk.map; a parameter cost comes by position."
 
 
 # Specs outlive calls in caches: a strong reference would keep a variable's memory on the devices.
@@ -270,7 +272,7 @@ class ArgumentBinder:
         try:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            hint = next((f" {p} comes by position; {p}= is an option." for p in OPTIONS if repr(p) in str(error)), "")
+            hint = next((hint for name, hint in _HINTS.items() if repr(name) in str(error)), "")
             raise TypeError(f"{self.name}: {error}; {self._has()}.{hint}") from None
         modes: dict[int, Any] = {}
         names: dict[int, str] = {}

@@ -28,6 +28,8 @@ class Stats:
       compilations: number of programs compiled, or read from the folder of `synk.init(cache=...)`.
       rows: number of rows of all calls.
       slices: number of slices of the newest call.
+      replica_imbalance: of the newest call of a map with `cost=`: the most work of a replica over the mean of all.
+      slice_imbalance: likewise the largest cost of a slice, for which its rows wait, over the mean of its rows.
       selecting: seconds spent checking arguments and batches.
       sending: seconds spent picking rows and starting to bring them to the devices.
       dispatching: seconds spent starting programs, compilation included.
@@ -41,11 +43,15 @@ class Stats:
       (2, 1, 16)
     """
 
-    __slots__ = ("calls", "compilations", "dispatching", "loading", "rows", "selecting", "sending", "slices")
+    __slots__ = (
+        "calls", "compilations", "dispatching", "loading", "replica_imbalance", "rows", "selecting", "sending",
+        "slice_imbalance", "slices",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.calls = self.compilations = self.rows = 0
         self.slices = 1
+        self.replica_imbalance = self.slice_imbalance = 1.0
         self.selecting = self.sending = self.dispatching = self.loading = 0.0
 
     def __repr__(self) -> str:

@@ -176,6 +176,8 @@ class Explanation:
         be faster, since the table counts whole.
       programs: one `ProgramReport` for each program that is launched.
       inputs, variables: arguments and shared variables.
+      replica_imbalance: by `cost=`, the most work of a replica over the mean of all; None without costs.
+      slice_imbalance: likewise the largest cost of a slice, for which its rows wait, over the mean of its rows.
       measured: a real call's time and where it goes, if asked for.
 
     Example:
@@ -205,6 +207,8 @@ class Explanation:
     programs: tuple[ProgramReport, ...]
     inputs: tuple[InputReport, ...]
     variables: tuple[VariableReport, ...]
+    replica_imbalance: float | None = None
+    slice_imbalance: float | None = None
     measured: Measured | None = None
 
     def __repr__(self) -> str:

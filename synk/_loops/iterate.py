@@ -35,10 +35,15 @@ ASKS: set[int] = set()
 
 
 class PerBatch:
-    """Values of which each batch gets the next; made by `synk.each`."""
+    """Values of which each batch gets the next; made by `synk.each`.
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = values
+    Attributes:
+      deal: deals the rows of a batch by cost, where this stands for their order. Returns the batch of dealt rows, its
+        number of slices, and the value.
+    """
+
+    def __init__(self, values: Iterable[Any], deal: Callable[[Any], tuple[Any, Any, Any]] | None = None) -> None:
+        self.values, self.deal = values, deal
 
     def __repr__(self) -> str:
         return f"synk.each({self.values!r})"
@@ -82,10 +87,15 @@ def each(values: Iterable[Any]) -> Any:
 
 
 class LoopCall(NamedTuple):
-    """One call of a loop: its arguments, and the rows that it picks from them, as in a call."""
+    """One call of a loop: its arguments, and the rows that it picks from them, as in a call.
+
+    Attributes:
+      num_slices: the slices of a call whose rows were dealt by cost; None for those that the loop has.
+    """
 
     arguments: BoundArguments
     batch: Any = None
+    num_slices: Any = None
 
     @property
     def leaves(self) -> list[Any]:
@@ -118,12 +128,12 @@ class Picker:
         """Pick the rows of a call that is not due yet. Keep its batch: the source may write the next one there."""
         if self._early:
             try:
-                return self._pick(call.arguments, call.batch)
+                return self._pick(call)
             except Exception:
                 # The call tells the other processes.
                 if not self._meets_others:
                     raise
-        return call if type(call.batch) in _NEVER_CHANGE else LoopCall(call.arguments, _kept(call.batch))
+        return call if type(call.batch) in _NEVER_CHANGE else call._replace(batch=_kept(call.batch))
 
     def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
         """Keep a call of a list while the next one is asked for. `is_alone`: no code of the user's runs then."""
@@ -132,11 +142,11 @@ class Picker:
         self._is_cut = [False for _ in self._is_cut]
         leaves = [call.arguments.leaves[self._spec.scattered[i]] for i in self._early]
         is_there = all(is_in_memory(source_of(x) if isinstance(x, Data) else x) for x in leaves if hasattr(x, "shape"))
-        return LoopCall(call.arguments, _kept(call.batch)) if is_alone and is_there else self.take_early(call)
+        return call._replace(batch=_kept(call.batch)) if is_alone and is_there else self.take_early(call)
 
-    def _pick(self, arguments: BoundArguments, batch: Any) -> LoopCall:
-        start, name, at = perf_counter(), self._function.name, 0
-        scattered, names, leaves = self._spec.scattered, self._spec.scattered_names, [*arguments.leaves]
+    def _pick(self, call: LoopCall) -> LoopCall:
+        start, name, at, batch = perf_counter(), self._function.name, 0, call.batch
+        scattered, names, leaves = self._spec.scattered, self._spec.scattered_names, [*call.leaves]
         sources = [self._of_variables.get(at, leaves[at]) for at in scattered]
         rows = common_rows(name, names, sources, self.picked, self._meets_others)
         selection = self._select(batch, rows, self.picked[0])
@@ -147,8 +157,9 @@ class Picker:
             raise too_large(f"{name}: argument {names[at]}", error) from None
         self._function.stats.sending += perf_counter() - start
         if self._has_all:
-            return LoopCall(BoundArguments(self._spec, leaves, selection.with_copied_indexes()))
-        return LoopCall(BoundArguments(self._spec, leaves), _kept(batch))
+            of_rows = BoundArguments(self._spec, leaves, selection.with_copied_indexes())
+            return call._replace(arguments=of_rows, batch=None)
+        return call._replace(arguments=BoundArguments(self._spec, leaves), batch=_kept(batch))
 
     def _select(self, batch: Any, rows: int, i: int) -> Selection:
         if batch is None or not rows:
@@ -204,6 +215,7 @@ class Batches:
     ) -> None:
         self._name, self._stats = name, function.stats
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
+        self._deals = {i: bound.leaves[i].deal for i in self._values if bound.leaves[i].deal is not None}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
         self._bound, _ = recognised(with_numbers, function.name, group)
         self.picker = Picker(function, with_numbers, options, group)
@@ -215,12 +227,14 @@ class Batches:
         try:
             for batch in Timed(batches, self._stats):
                 self.note_order(batch)
-                arguments = self._bound
+                arguments, num_slices = self._bound, None
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
+                    for i, deal in self._deals.items():
+                        batch, num_slices, values[i] = deal(batch)
                     arguments = _with_values(arguments, values)
                 hold.is_source_asked = False
-                yield LoopCall(arguments, batch)
+                yield LoopCall(arguments, batch, num_slices)
                 # The source may write to rows that are picked already.
                 hold.is_source_asked = True
         finally:
@@ -237,7 +251,7 @@ class Batches:
     def _with_own_values(self, call: LoopCall) -> LoopCall:
         # The owner of a value of `synk.each` may write the following one there.
         values = {i: copied(call.arguments.leaves[i]) for i in self._values}
-        return LoopCall(_with_values(call.arguments, values), call.batch)
+        return call._replace(arguments=_with_values(call.arguments, values))
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
@@ -291,7 +305,7 @@ def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
     """Return the leaves, with the values of `synk.each` for batches that are not left out at the start."""
     order, leaves = behind_bar(batches), list(bound.leaves)
     start, left = (order.start, len(order)) if isinstance(order, Minibatches) else (0, 0)
-    for i in [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerBatch)]:
+    for i in [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerBatch) and leaf.deal is None]:
         values, argument = leaves[i].values, bound.spec.names[i]
         have = len(values) if isinstance(values, Sized) else "unknown"
         if i in bound.spec.scattered:
@@ -314,11 +328,12 @@ def launch(
     run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
 ) -> PyTree:
     """Run a call of a loop that is due. `numbers` gives its number in the loop, for messages."""
-    return run(call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers)))
+    return run(*due_call(options, numbers, call))
 
 
 def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
-    return call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers))
+    num_slices = call.num_slices or options.num_slices
+    return call.arguments, CallOptions(call.batch, None, num_slices, options.output_subset, next(numbers))
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:
