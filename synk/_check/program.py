@@ -155,10 +155,15 @@ def check(
         raise FileNotFoundError(f"check_program: there is no file {path}.")
     numbers = [checked_integer(n, "check_program: a number of devices", 2) for n in dict.fromkeys(devices)]
     cases: list[int | None] = [checked_integer(r, "check_program: a number of rows", 1) for r in rows or ()]
+    report = CheckReport(target)
     with Program(file, name, timeout or SECONDS, on_run) as program:
-        cases = cases or ([*ROWS] if _takes_rows(program.source, name) else [None])
-        report = _Check(program, CheckReport(target), numbers, rtol).run(cases)
-        if report.ok and report.refuses and not rows:
+        if cases or not _takes_rows(program.source, name):
+            _Check(program, report, numbers, rtol).run(cases or [None])
+            return report
+        _Check(program, report, numbers, rtol).run([ROWS[0]])
+        if report.ok:
+            _Check(program, report, sorted({min(numbers), max(numbers)}), rtol).run([ROWS[1]])
+        if report.ok and report.refuses:
             # Few rows may have all that counts, such as the largest number, in the first part.
             _Check(program, report, [max(numbers)], rtol).run([2 * ROWS[0]])
         return report
@@ -181,11 +186,12 @@ class _Check:
     def run(self, cases: Sequence[int | None]) -> CheckReport:
         """Compare all numbers of devices with one, for each number of rows."""
         report = self.report
-        self.program.start(1, cases[0])
+        is_first = not report.table
         for rows in cases:
-            for n in self.devices:
+            for n in (1, *self.devices) if is_first and rows == cases[0] else self.devices:
                 self.program.start(n, rows)
-        self._one_device(cases[0])
+        if is_first:
+            self._one_device(cases[0])
         for rows in cases:
             self._compare_runs(rows)
         if any("n times" in cause or "1/n" in cause or "once a device" in cause for cause in report.wrong):
