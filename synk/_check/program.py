@@ -33,12 +33,10 @@ NO_LAW = (
 )
 FOLLOWS = "leaves without a law of their own may follow from those that have one: an optimizer is not linear"
 NOT_PARALLEL = "no compiled program spans more than one device: it is not parallel, or not by jit"
-UNSEEDED = "two runs on one device differ by more than half: it has no seed, or rounding decides"
 # Words of a source to look at where no law tells.
 _HINTS = r"BatchNorm|clip\w*\(|mask|softmax|\bstd|\bvar\(|norm\(|sqrt|max\(|median|quantile|top_k"
 _SEEDS = "default_rng|RandomState"
 _LINES = LINES | {
-    _SEEDS: _SEEDS,
     DROPPED: "//", ZEROS: "pad|zeros|concatenate", UNEVEN: "pmean|mean|concatenate|pad", NOISE: r"random\.",
     NO_LAW: _HINTS, COUNTS: "Mesh|make_mesh|devices", NARROWED: "bfloat16|float16|int8|float8",
 }  # fmt: skip
@@ -201,9 +199,9 @@ class _Check:
         report.wrong = {cause: report.wrong[cause] for cause in (*certain, *report.wrong)}
         return report
 
-    def _blame(self, cause: str, leaf: str, words: str | None = None) -> None:
+    def _blame(self, cause: str, leaf: str) -> None:
         """Note a cause, with the lines of the source that have its words."""
-        pattern = _LINES.get(words or cause)
+        pattern = next((words for known, words in _LINES.items() if cause.startswith(known.partition("{")[0])), None)
         lines = [(i, line.strip()) for i, line in enumerate(self.program.source.splitlines(), 1)]
         # Comments, docstrings and imports have the words, but not the fault.
         code = [(i, line) for i, line in lines if not line.startswith(("#", '"', "import ", "from "))]
@@ -281,11 +279,7 @@ class _Check:
             row |= {n: f"~{row[n]}" for n in bad}
             self._note(f"{leaf.name}{at}: {max(apart(leaf.value, b) for b in bad.values()):.0e} off; {why}")
             return
-        if law is not None:
-            self._blame(law, f"{leaf.name}{at}")
-        else:
-            cause, words = self._cause(leaf, bad, rows)
-            self._blame(cause, f"{leaf.name}{at}", words)
+        self._blame(law or self._cause(leaf, bad, rows), f"{leaf.name}{at}")
 
     def _rounding(self, leaf: Leaf, bad: Mapping[int, np.ndarray], rows: int | None) -> str | None:
         """Tell in words that a difference is rounding: in float64 that shrinks, and a fault does not."""
@@ -316,25 +310,22 @@ class _Check:
             return f"it computes in {narrow} bits, which may round by as much"
         again = self.program(1, rows, "again").leaves.get(leaf.name)
         noise = 0.0 if again is None else apart(leaf.value, again.value)
-        if noise > 0.5:
-            self._note(UNSEEDED)
         return f"on one device, compiled otherwise, by {noise:.0e}: rounding" if off <= 10 * noise else None
 
-    def _cause(self, leaf: Leaf, bad: Mapping[int, np.ndarray], rows: int | None) -> tuple[str, str]:
-        """Name the likely cause of a difference that no law in n tells, and the key of its words in a source."""
+    def _cause(self, leaf: Leaf, bad: Mapping[int, np.ndarray], rows: int | None) -> str:
+        """Name the likely cause of a difference that no law in n tells."""
         cause = (rows and self._cause_in_rows(leaf, bad, rows)) or self._cause_in_noise(leaf, bad, rows)
         if cause := cause or law_of_places(leaf, bad):
-            return cause, re.sub(r"axis \d", "axis {}", cause)
+            return cause
         one, several = self.program(1, rows), self.program(min(bad), rows)
         if several.narrow < one.narrow:
-            return NARROWED.format(several.narrow, one.narrow), NARROWED
+            return NARROWED.format(several.narrow, one.narrow)
         if rows is not None and all(rows % n for n in bad):
-            return UNEVEN, UNEVEN
-        hints = NO_LAW if re.search(_HINTS, self.program.source) else _SEEDS
-        seen = dict.fromkeys(word.rstrip("(") for word in re.findall(_LINES[hints], self.program.source))
+            return UNEVEN
+        source = self.program.source
+        seen = dict.fromkeys(word.rstrip("(") for word in re.findall(_HINTS, source) or re.findall(_SEEDS, source))
         said = f"; its source has {', '.join(seen)}" * bool(seen)
-        said += "; it draws random numbers by shard" * bool(several.draws)
-        return NO_LAW + said, hints
+        return NO_LAW + said + "; it draws random numbers by shard" * bool(several.draws)
 
     def _cause_in_rows(self, leaf: Leaf, bad: Mapping[int, np.ndarray], rows: int) -> str | None:
         """Name a cause that one device shows with other numbers of rows."""

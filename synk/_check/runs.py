@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -98,10 +97,11 @@ class Program:
 
     def _run(self, n: int, rows: int | None, mode: str) -> Run:
         out = f"{self._temporary.name}/{n}-{rows}-{mode}"
-        job = worker.Job(
-            path=self._path, name=self._name, devices=n, rows=rows, mode=mode, out=out, timeout=self._timeout,
-            flags=f"{os.environ.get('XLA_FLAGS', '')} {FLAGS.get(mode, QUICK)}", memory=WORKERS + 1,
-        )  # fmt: skip
+        job: worker.Job = {
+            "path": self._path, "name": self._name, "rows": rows, "devices": n, "mode": mode, "out": out,
+            "flags": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS.get(mode, QUICK)}", "timeout": self._timeout,
+            "share": WORKERS + 1,
+        }  # fmt: skip
         text = json.dumps(job)
         if self._server is None:
             with open(f"{out}.log", "wb") as log:
@@ -124,8 +124,8 @@ class Program:
 def _python(arguments: Sequence[str], **pipes: Any) -> "subprocess.Popen[bytes]":
     """Start a worker, in a session of its own. It finds what this process finds."""
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+        "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0", "KERAS_BACKEND": "jax",
+        "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }  # fmt: skip
     # Its folder has modules whose names may be those of a program's.
     command = [sys.executable, "-P", worker.__file__, *arguments]

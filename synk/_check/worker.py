@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +25,10 @@ import numpy as np
 MOST_OUTPUT = 1 << 28  # bytes of each file that a program writes
 
 
-class Job(TypedDict):
-    """A run that is asked for.
-
-    Attributes:
-      path: the user's file.
-      name: the function in it.
-      devices: how many devices JAX has.
-      rows: the function's argument; None if it has none.
-      mode: "", "x64", "again" or "quiet"; see `Program`.
-      flags: the flags of XLA.
-      out: the start of the names of the files to write.
-      timeout: seconds that it may take.
-      memory: its share of the machine's memory, as one of so many.
-    """
-
-    path: str
-    name: str
-    devices: int
-    rows: int | None
-    mode: str
-    flags: str
-    out: str
-    timeout: float
-    memory: int
+# A run that is asked for: the `path` of the user's file, the `name` of its function and `rows`, its argument (None if
+# it has none); the number of `devices`, the `mode` (see `Program`) and the `flags` of XLA; `out`, with which names of
+# files to write begin; `timeout` in seconds, and `share`: a run has one of so many parts of the machine's memory.
+Job = dict[str, Any]
 
 
 def main(what: str, *arguments: str) -> None:
@@ -84,7 +64,7 @@ def _widen() -> None:
 
 
 def _serve(jobs: int, wide_jobs: int | None, modules: Sequence[str], draws: "_Draws") -> None:
-    """Fork a process for each job until the jobs end: JAX has no devices yet. Jobs in float64 go to their own server."""
+    """Fork a process for each job while jobs come: JAX has no devices yet. Those in float64 go to their own server."""
     running: dict[int, tuple[str, float]] = {}
     rest = b""
     while True:
@@ -150,7 +130,7 @@ def _make(job: Job, draws: "_Draws") -> None:
     draws.is_quiet, draws.count = job["mode"] == "quiet", 0
     record: dict[str, Any] = {"error": None, "leaves": []}
     arrays: dict[str, np.ndarray] = {}
-    _bound(job["memory"])
+    _bound(job["share"])
     try:
         for path, leaf in jax.tree_util.tree_flatten_with_path(_call(job))[0]:
             said, number, copies = _described(leaf)
