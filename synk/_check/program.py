@@ -105,7 +105,8 @@ def check_program(
       target: "FILE:FUNCTION". The function makes its mesh of `jax.devices()` and returns a tree of arrays, such as loss
         and gradients. If it has a parameter, it is given a number of rows.
       devices: the numbers of devices; three or more tell how a fault grows.
-      rows: the numbers of rows for a function that takes one; by default 24 and 23, which does not divide.
+      rows: the numbers of rows for a function that takes one. By default 24, and where these are right 23, which does not
+        divide, on the fewest and the most devices; where 23 are refused, 48 on the most devices.
       rtol: the admitted difference, relative to a leaf's largest number. By default that of rounding, which is told
         from faults by runs in float64.
       timeout: seconds for a run (300).
