@@ -24,9 +24,6 @@ LIBRARIES = {
 }  # fmt: skip
 WORKERS = min(os.cpu_count() or 1, 4)
 HAS_FORK = hasattr(os, "fork")
-# XLA's flags by mode. Little optimization compiles in two thirds of the time.
-FLAGS = {"again": "--xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=true"}
-QUICK = "--xla_backend_optimization_level=1"
 
 
 class Run(NamedTuple):
@@ -54,8 +51,8 @@ class Run(NamedTuple):
 class Program:
     """A program, with its runs by number of devices, number of rows and mode, each made once.
 
-    Modes: "" as it is; "x64" where the names of narrower floats mean float64; "again" compiled otherwise; "quiet" where
-    draws inside `jax.shard_map` and `jax.pmap` are alike for all rows and keys.
+    Modes: "" as it is; "x64" where the names of narrower floats mean float64; "quiet" where draws inside
+    `jax.shard_map` and `jax.pmap` are alike for all rows and keys.
     """
 
     def __init__(self, path: Path, name: str, timeout: float, on_run: Callable[[int, int], None]) -> None:
@@ -99,8 +96,7 @@ class Program:
         out = f"{self._temporary.name}/{n}-{rows}-{mode}"
         job: worker.Job = {
             "path": self._path, "name": self._name, "rows": rows, "devices": n, "mode": mode, "out": out,
-            "flags": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS.get(mode, QUICK)}", "timeout": self._timeout,
-            "share": WORKERS + 1,
+            "timeout": self._timeout, "share": WORKERS + 1,
         }  # fmt: skip
         text = json.dumps(job)
         if self._server is None:
@@ -123,9 +119,11 @@ class Program:
 
 def _python(arguments: Sequence[str], **pipes: Any) -> "subprocess.Popen[bytes]":
     """Start a worker, in a session of its own. It finds what this process finds."""
+    # Little optimization compiles in two thirds of the time.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0", "KERAS_BACKEND": "jax",
-        "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+        "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }  # fmt: skip
     # Its folder has modules whose names may be those of a program's.
     command = [sys.executable, "-P", worker.__file__, *arguments]

@@ -26,8 +26,8 @@ MOST_OUTPUT = 1 << 28  # bytes of each file that a program writes
 
 
 # A run that is asked for: the `path` of the user's file, the `name` of its function and `rows`, its argument (None if
-# it has none); the number of `devices`, the `mode` (see `Program`) and the `flags` of XLA; `out`, with which names of
-# files to write begin; `timeout` in seconds, and `share`: a run has one of so many parts of the machine's memory.
+# it has none); the number of `devices` and the `mode` (see `Program`); `out`, with which the names of files to write
+# begin; `timeout` in seconds, and `share`: a run has one of so many parts of the machine's memory.
 Job = dict[str, Any]
 
 
@@ -123,7 +123,6 @@ def _begin(job: Job, draws: "_Draws") -> None:
 
 def _make(job: Job, draws: "_Draws") -> None:
     """Run the program, and write down its leaves or its error."""
-    os.environ["XLA_FLAGS"] = job["flags"]
     jax.config.update("jax_num_cpu_devices", job["devices"])
     jax.config.update("jax_dump_ir_to", job["out"])
     jax.config.update("jax_dump_ir_modes", "stablehlo")
