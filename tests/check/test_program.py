@@ -1,11 +1,15 @@
 """A check of any parallel program: faults are found and named, right programs pass, hostile ones end in words."""
 
+import contextlib
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 
@@ -45,6 +49,16 @@ def test_a_right_program(program):
 
 
 @pytest.mark.slow
+def test_a_mean_that_cancels(program):
+    """What rounding leaves of a mean is told by its float64, in which JAX takes it too."""
+    body = MEAN.replace("jnp.mean)(", "lambda x: jnp.mean(x * x) - 1e6)(").replace(
+        "np.arange(rows, dtype=np.float32)", "(1000 + np.sin(np.arange(rows))).astype(np.float32)"
+    )
+    report = synk.check_program(program(body), devices=[8], rows=[1000])
+    assert report.ok and "in float64" in report.notes[0]
+
+
+@pytest.mark.slow
 def test_what_few_rows_hide(program):
     """Where 24 rows are right and 23 are refused, 48 tell of a largest number that is in another part."""
     body = MEAN.replace("jax.jit(jnp.mean)(", "part(").replace(
@@ -64,6 +78,15 @@ def test_programs_of_the_guide(program, text, name, said):
     report = synk.check_program(target, rows=[24, 23] if "zeros" in text else [24])
     assert str(report).startswith(said)
     assert os.listdir(Path(target).parent) == [name]
+
+
+def has_process(word):
+    """Tell whether a process has a word among its arguments."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if word in (folder / "cmdline").read_bytes():
+                return True
+    return False
 
 
 HOSTILE = {
@@ -86,11 +109,34 @@ def test_hostile_programs(program, what):
     with pytest.raises(synk.SynkError, match=re.escape(said)):
         synk.check_program(program(f"def one_step():\n    {body}\n"), devices=[2], timeout=6)
     assert monotonic() - start < 60
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            assert b"77.7" not in (folder / "cmdline").read_bytes()
-        except OSError:
-            continue
+    assert not has_process(b"77.7")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no server without fork")
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_check(program, tmp_path, by):
+    """It leaves no process and no folder."""
+    target = program("""
+        import pathlib, subprocess, time
+
+        def one_step():
+            subprocess.Popen(["sleep", "88.8"])
+            pathlib.Path(__file__).with_name("begun").touch()
+            time.sleep(88.8)
+    """)
+    (folder := tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "synk", "check", target]
+    check = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(folder)}, stderr=subprocess.DEVNULL)
+    until = monotonic() + 60
+    while not (tmp_path / "begun").exists() and monotonic() < until:
+        sleep(0.1)
+    assert [*folder.iterdir()]
+    check.send_signal(by)
+    check.wait()
+    while [*folder.iterdir()] and monotonic() < until:
+        sleep(0.1)
+    assert [*folder.iterdir()] == [] and not has_process(b"88.8")
 
 
 @pytest.mark.parametrize(
