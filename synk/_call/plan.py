@@ -362,7 +362,7 @@ class SliceChoice:
 
 
 class Instead(NamedTuple):
-    """What calls get in the place of a plan: they run in another form.
+    """Answer that calls get in the place of a plan: they run in another form.
 
     Attributes:
       form: "as one": in one replica that all devices make, since the function communicates and rows do not divide; "by
