@@ -80,7 +80,7 @@ def select(kind, site, leaves, options, sources=None):
 
 def with_plan(form, site, with_plan=Form.with_plan):
     form, plan = with_plan(form, site)
-    if site.way != "afresh":
+    if site.purpose != "afresh":
         assert with_plan(form.with_call(form.call), site)[1] is plan
         _compared["plans"] += 1
     return form, plan
