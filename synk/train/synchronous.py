@@ -85,17 +85,22 @@ class Step:
         return self.function.stats
 
     @public_api
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(
+        self, *args: Any, batch: Any = None, num_slices: int | Literal["auto"] | None = None, **options: Any
+    ) -> Any:
         """Take one step.
 
         Args:
           *args: the rows, as the loss takes them.
-          **options: `batch`, `num_slices` and other options of a call of a synk function.
+          batch: which rows to take, as in a call of a synk function; None for all.
+          num_slices: in how many slices each replica runs its rows; None for those that the step was made with.
+          **options: other options of a call of a synk function, and keyword arguments of the loss.
 
         Returns:
           The mean loss of all rows before the step. With `aux` the pair of the loss and the aux outputs.
         """
-        return _call(self.function, *args, **self._with_slices(options))
+        slices = (self._options.num_slices or 1) if num_slices is None else num_slices
+        return _call(self.function, *args, batch=batch, num_slices=slices, **options)
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
