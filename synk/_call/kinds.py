@@ -1,7 +1,7 @@
 """Kinds: recognise a call by what does not depend on values, and prepare it: select its rows and find its plan."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import ref
@@ -34,7 +34,7 @@ from .auto_slices import choose_slices
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall
 from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, placer_of, recognise_leaves, spec_of_part
-from .parts import split_into_launches
+from .parts import split_into_launches, with_parts
 from .plan import CallPlan, Form, Instead, Site, SliceChoice, plan_key, trace_plan
 from .rows import (
     InputSpec,
@@ -47,11 +47,9 @@ from .rows import (
     values_on_host,
     with_overlap,
 )
-from .spec import CallSpec, FunctionSpec
+from .spec import CallSpec
 from .traces import NeedsAllRows, rows_not_in_blocks
 
-# Rows of a call have numbers in int32.
-MOST_ROWS = 2**31 - 1
 _NO_ROWS = Selection(None, 0, 0)
 
 
@@ -395,36 +393,6 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
         # By weak reference: the cache, and not the newest call, decides how long a kind lives.
         site.plans.newest = asked, parts, ref(kind)
     return kind, leaves
-
-
-def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
-    """Return the key of a call whose replicas have so many rows each, in so many slices."""
-    if lengths is None:
-        return call
-    rows = sum(lengths)
-    if rows > MOST_ROWS:
-        raise ValueError(
-            f"{function.name}: a call has at most {MOST_ROWS} rows, whose numbers are int32; this one has {rows}. Give "
-            f"them in batches to {function.name}.over."
-        )
-    if function.blocks is not None:
-        # Programs know which replica has which blocks, so that they need no branches.
-        return call._replace(part_sizes=((max(lengths),),), lengths=lengths, is_even=False, block=function.blocks)
-    # Programs take the number of rows of each replica as data, and part sizes are compiled in. Where outputs have an
-    # entry a row or a part, programs of unequal parts know all lengths.
-    part_sizes, is_even, count = _part_sizes(lengths, slices)
-    is_data = not function.gathers or function.is_over or (is_even and count == 1)
-    num_slices = 1 if count == 1 else 2 if is_data else count
-    return call._replace(
-        part_sizes=part_sizes, lengths=None if is_data else lengths, is_even=is_even, num_slices=num_slices
-    )
-
-
-@lru_cache(maxsize=1024)
-def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], bool, int]:
-    """Return the sizes of parts of each kind of launch, whether replicas have equally many rows, and the launches."""
-    first, *later = [parts.sizes for parts in split_into_launches(lengths, slices)]
-    return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:

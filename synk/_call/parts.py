@@ -16,8 +16,11 @@ from .._data.transfer import PartRows
 from .._reductions.collectives import all_gather
 from .._runtime.constants import Constant
 from .._tracing.tracer import TracedFunction
-from .spec import CallSpec
+from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
+
+# Rows of a call have numbers in int32.
+MOST_ROWS = 2**31 - 1
 
 
 @lru_cache(maxsize=1024)
@@ -83,6 +86,36 @@ class Blocks:
                 first, size = rank * self.slots[kind], self.most * (self.size if kind else 1)
                 valid[kind] += [first + np.arange(whole), first + size + np.arange(last * (length % self.size > 0))]
         return {kind: np.concatenate(numbers) for kind, numbers in valid.items()}
+
+
+def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
+    """Return the key of a call whose replicas have so many rows each, in so many slices."""
+    if lengths is None:
+        return call
+    rows = sum(lengths)
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"{function.name}: a call has at most {MOST_ROWS} rows, whose numbers are int32; this one has {rows}. Give "
+            f"them in batches to {function.name}.over."
+        )
+    if function.blocks is not None:
+        # Programs know which replica has which blocks, so that they need no branches.
+        return call._replace(part_sizes=((max(lengths),),), lengths=lengths, is_even=False, block=function.blocks)
+    # Programs take the number of rows of each replica as data, and part sizes are compiled in. Where outputs have an
+    # entry a row or a part, programs of unequal parts know all lengths.
+    part_sizes, is_even, count = _part_sizes(lengths, slices)
+    is_data = not function.gathers or function.is_over or (is_even and count == 1)
+    num_slices = 1 if count == 1 else 2 if is_data else count
+    return call._replace(
+        part_sizes=part_sizes, lengths=None if is_data else lengths, is_even=is_even, num_slices=num_slices
+    )
+
+
+@lru_cache(maxsize=1024)
+def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], bool, int]:
+    """Return the sizes of parts of each kind of launch, whether replicas have equally many rows, and the launches."""
+    first, *later = [parts.sizes for parts in split_into_launches(lengths, slices)]
+    return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
 class Part(NamedTuple):

@@ -26,8 +26,8 @@ from .._call.execute import (
     values_of,
     values_of_calls,
 )
-from .._call.kinds import MOST_ROWS, check_row_count, start
-from .._call.parts import split_into_launches, table_of_batch
+from .._call.kinds import check_row_count, start
+from .._call.parts import MOST_ROWS, split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
 from .._call.rows import Rows
 from .._call.spec import Repeat
