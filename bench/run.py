@@ -188,6 +188,7 @@ ROWS = {
     "pmap": rows_of_pmap,
     "overhead": rows_of_overhead,
     "uneven": rows_of_uneven,
+    "unequal": rows_of_unequal,
     "over": rows_of_over,
     "batches": rows_of_batches,
     "slices": rows_of_slices,
