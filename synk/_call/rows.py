@@ -187,11 +187,13 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
     indexes: dict[Any, Any] = {}
     for spec, source, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         if spec.is_whole:
-            # The array is taken as it lies if its parts are those of the replicas; else it is cut first.
-            is_there = source.sharding == group.stacked or (
-                takes(group, source, "rows") and not is_cut_by_host(group, source)
+            # The array is taken as it lies if its parts are those of the replicas; else it is cut first. One replica of
+            # all devices takes rows as their group does.
+            home = group._of or group
+            is_there = source.sharding == home.stacked or (
+                takes(home, source, "rows") and not is_cut_by_host(home, source)
             )
-            values.append(source if is_there else cut_rows(group, source))
+            values.append(source if is_there else cut_rows(home, source))
             continue
         layout, index, overlap = spec.feed.layout, spec.feed.index, spec.feed.overlap
         if layout == "rows":

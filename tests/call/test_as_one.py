@@ -425,3 +425,15 @@ def test_drawn(bad_filler, loss, engine, kind, n, rows):
         f = synk.function(fn, ["x", "y"], reduce="mean", engine=engine)
         got, want = f(X[:rows], Y[:rows], WEIGHTS), serial(step_of(loss), X[:rows], Y[:rows])
         assert_near(got, want, 1e-9 if rows <= 2 else 1e-11)
+
+
+@needs_devices(3)
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_of_jax_lie_anywhere(n):
+    """Rows of JAX that divide come from one device, whole from each, or cut over the replicas."""
+    with synk.init(n) as group:
+        f = synk.function(lambda x: x - x.mean(0), reduce="concat", engine="jit")
+        places = [group.devices[0], group.replicated, group.stacked]
+        for rows in (jnp.asarray(X), *(jax.device_put(jnp.asarray(X), place) for place in places)):
+            assert_close(f(rows), X - X.mean(0))
+            np.testing.assert_array_equal(rows, np.asarray(jnp.asarray(X)))
