@@ -1,22 +1,13 @@
 """Auto slices: double the slices of a call until its compiled programs fit into a device's memory."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
-import jax
-import numpy as np
-
 from .._base.units import size_text
-from .._runtime.dispatch import drain
-from .._runtime.executable import Executable, relayout, translate_error
+from .._runtime.executable import Executable
 from .._runtime.group import Group
-from .._runtime.layout import put
-from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .execute import ReadyCall, execute
-from .parts import split_into_launches
 from .plan import CallPlan, Site, SliceChoice, Traced
 from .rows import Rows
 
@@ -84,56 +75,6 @@ def _memory_needed(plan: CallPlan, group: Group, name: str) -> int:
         )
     # Launches run one after another, so the largest program counts and not their sum.
     return max(totals)
-
-
-def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
-    """Run a call whose slices synk has chosen. If memory runs out, run it in twice as many, with nothing lost."""
-    while True:
-        choice, lengths = ready.choice, ready.rows.lengths
-        assert choice is not None
-        ready.function.stats.slices = len(split_into_launches(lengths, ready.num_slices)) if lengths else 1
-        # The other processes would not know that this process has run out of memory.
-        if ready.group._is_multi_process:
-            return execute(ready)
-        try:
-            # An estimate may be too low: allocators fragment, and other programs use the device. So the first run is
-            # waited for.
-            return execute(ready) if choice.has_run else _execute_first(ready, choice)
-        except MemoryError:
-            is_lost = any(update.variable._state.failure for update in ready.plan.updates)
-            if is_lost or choice.slices == choice.most:
-                raise
-            choice.slices, choice.has_run = min(2 * choice.slices, choice.most), False
-        ready = prepare()
-
-
-def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
-    """Run a call whose slices have not run yet, and wait. Out of memory, its variables get their old values back, from
-    copies on the host if the call donates."""
-    kept: dict[Shared, tuple[VariableState, list[np.ndarray]]] = {}
-    # A donated value is overwritten by the program that fails, so only a copy on the host can bring it back.
-    for variable in [update.variable for update in ready.plan.updates]:
-        state = ready.state(variable)
-        kept[variable] = state, [np.array(leaf) for leaf in state.leaves] if ready.call.donate else []
-    try:
-        result = execute(ready)
-        jax.block_until_ready((result, [update.variable._state.leaves for update in ready.plan.updates]))
-    except Exception as error:
-        translated = translate_error(error, ready.function.name)
-        if not isinstance(translated, MemoryError):
-            raise
-        # Wait for the programs under way: afterwards none marks a variable as lost.
-        drain()
-        for variable, (state, leaves) in kept.items():
-            restored = state.leaves
-            if any(leaf.is_deleted() for leaf in restored):
-                placed = [put(ready.group, leaf, state.layout) for leaf in leaves]
-                # A copy on the devices: `put` may share the host's memory.
-                restored = relayout(ready.group, placed, state.layout, state.layout)
-            variable._state = replace(state, leaves=restored)
-        raise translated from error
-    choice.has_run = True
-    return result
 
 
 class ProgramMemory(NamedTuple):

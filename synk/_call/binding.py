@@ -110,12 +110,10 @@ class BoundArguments(NamedTuple):
 
     Attributes:
       leaves: the leaves as the user passed them.
-      numbers: if a loop picked the rows ahead of the call, the `Selection` of their numbers in the loop's input.
     """
 
     spec: ArgumentSpec
     leaves: list[Any]
-    numbers: Any = None
 
 
 class ArgumentBinder:

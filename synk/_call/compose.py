@@ -25,7 +25,8 @@ from .._runtime.layout import put
 from .._runtime.way import Layout, axis_named, replica_axis
 from .binding import AUTO, BoundArguments, CallOptions
 from .compiler import Compiler
-from .kinds import Kind, check_row_count, checked_subset, parts_asked
+from .feed import check_row_count
+from .kinds import Kind, checked_subset, parts_asked
 from .leaves import recognise_leaves, spec_of_part
 from .parts import with_parts
 from .plan import Site, Traced, plan_key

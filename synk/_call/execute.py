@@ -1,6 +1,7 @@
-"""Execute: feed and launch one call of a plan, and commit its updates."""
+"""Execute: launch a call that is fed, or several, and commit the updates."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -11,48 +12,18 @@ import numpy as np
 from .._base.errors import DivergedError
 from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
-from .._data.transfer import PartRows
-from .._runtime.dispatch import ignore_failure, uninterrupted
+from .._runtime.dispatch import drain, ignore_failure, retire_finished, uninterrupted
 from .._runtime.executable import FEWER_ROWS, Executable, NotFinite, relayout, translate_error, translate_peer_errors
-from .._runtime.group import Group
-from .._runtime.layout import constant
+from .._runtime.layout import constant, put
 from .._variables.state import VariableState
-from .._variables.variable import Shared, bind, divergence, invalidate
-from .._variables.views import View
+from .._variables.variable import Shared, divergence, invalidate
 from .compiler import NotTogether
+from .feed import Fed, place_table, planned, prepare, rows_taken, values_of
 from .leaves import stack_leaves
-from .parts import part_table, split_into_launches
-from .plan import CallPlan, Form, SliceChoice
-from .rows import Rows, exchanged, feed_calls, feed_rows, index_on_replicas
-from .spec import CallSpec, FunctionSpec, Repeat
-
-
-class ReadyCall(NamedTuple):
-    """A call that only has to run.
-
-    Attributes:
-      form: what it has in common with other calls.
-      broadcast: the broadcast arguments on the replicas, or their shapes if the call does not run.
-      choice: if synk has chosen the number of slices, the choice.
-      view: gives the state of a variable that lives in another group.
-    """
-
-    function: FunctionSpec
-    group: Group
-    form: Form
-    plan: CallPlan
-    rows: Rows
-    broadcast: list[Any]
-    num_slices: int
-    choice: SliceChoice | None = None
-    view: View | None = None
-
-    @property
-    def call(self) -> CallSpec:
-        return self.form.call
-
-    def state(self, variable: Shared) -> VariableState:
-        return bind(variable, self.group) if self.view is None else self.view(variable)
+from .parts import split_into_launches
+from .plan import CallPlan, SliceChoice
+from .rows import feed_calls
+from .spec import Repeat
 
 
 class Outcome(NamedTuple):
@@ -68,26 +39,23 @@ class Outcome(NamedTuple):
     is_refused: bool
 
 
-def execute(ready: ReadyCall) -> Any:
-    """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
+def execute(ready: Fed) -> Any:
+    """Run a call that has a plan, and commit its updates: all or none, Ctrl-C included. Return its result."""
 
     def count(values: list[jax.Array]) -> int:
         if ready.plan.has_flag and _is_refused(ready, values.pop()):
             raise NotFinite
         return 1
 
-    # States are read once, before anything is sent: what runs and what is committed belong to one moment.
+    # States are read once: what runs and what is committed belong to one moment.
     states = _states(ready)
     return _tree(ready, _launch(ready, states, _arguments(ready, states), count))
 
 
 def execute_calls(
-    ready: ReadyCall,
-    calls: Sequence[tuple[Rows, Sequence[Any]]],
-    repeat: Repeat,
-    given: Mapping[Shared, VariableState] | None = None,
+    calls: Sequence[Fed], repeat: Repeat, given: Mapping[Shared, VariableState] | None = None
 ) -> list[Any]:
-    """Run several calls in a row by one program, each with its rows and leaves, and commit their updates.
+    """Run several calls in a row by the plan of the first, and commit their updates.
 
     Where states are given they take these, and nothing is committed. Return the results, up to the first
     call that is refused since its numbers are not finite.
@@ -96,12 +64,13 @@ def execute_calls(
       NotTogether: rows or broadcast arguments do not come for all calls.
       NotFinite: the first call is refused.
     """
-    plan, lengths, ran = ready.plan, ready.rows.lengths, len(calls)
+    ready, ran = calls[0], len(calls)
+    plan, lengths = ready.plan, ready.rows.lengths
     states = _states(ready) if given is None else given
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
     try:
-        values = values_of_calls(ready, calls, repeat)
+        values = values_of_calls(calls, repeat)
     # Rows of a later call may raise, which the user is to see only when the loop comes to that call.
     except Exception as error:
         raise NotTogether(str(error)) from error
@@ -129,26 +98,26 @@ def execute_calls(
     return [plan.result.tree(values[start : start + len(plan.result.picked)]) for start in starts]
 
 
-def values_of_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat) -> list[Any]:
+def values_of_calls(calls: Sequence[Fed], repeat: Repeat) -> list[Any]:
     """Return the arguments of several calls in a row, as `values_of` does for one."""
-    start, group, lengths = perf_counter(), ready.group, ready.rows.lengths
-    rows = [rows for rows, _ in calls]
+    start, ready = perf_counter(), calls[0]
+    group, lengths, rows = ready.group, ready.rows.lengths, [fed.rows for fed in calls]
     values = feed_calls(group, rows, split_into_launches(lengths, 1)[0], repeat.most) if lengths else []
-    broadcast = list(ready.broadcast)
+    broadcast = list(ready.placed())
     # Broadcast arguments that all calls share are sent once.
     for i in repeat.own:
         leaf = ready.call.arguments.broadcast[i]
-        broadcast[i] = stack_leaves(group, [leaves[leaf] for _, leaves in calls], repeat.most)
+        broadcast[i] = stack_leaves(group, [fed.leaves[leaf] for fed in calls], repeat.most)
     ready.function.stats.sending += perf_counter() - start
     return [*values, *broadcast]
 
 
-def flags_of(ready: ReadyCall, count: int, repeat: Repeat) -> jax.Array:
+def flags_of(ready: Fed, count: int, repeat: Repeat) -> jax.Array:
     """Tell a program of several calls which of them are there: the first `count`."""
     return constant(ready.group, "replicated", tuple([i < count for i in range(repeat.most)]), "bool")
 
 
-def _states(ready: ReadyCall) -> dict[Shared, VariableState]:
+def _states(ready: Fed) -> dict[Shared, VariableState]:
     states: dict[Shared, VariableState] = {}
     for variable in ready.plan.accepts:
         state = variable._state
@@ -159,7 +128,7 @@ def _states(ready: ReadyCall) -> dict[Shared, VariableState]:
 
 
 def _launch(
-    ready: ReadyCall,
+    ready: Fed,
     states: Mapping[Shared, VariableState],
     arguments: list[Sequence[Any]],
     count: Callable[[list[jax.Array]], int],
@@ -200,13 +169,13 @@ def _launch(
     return values
 
 
-def _is_refused(ready: ReadyCall, flag: jax.Array) -> bool:
+def _is_refused(ready: Fed, flag: jax.Array) -> bool:
     """Wait for the flag of a function with nan="raise", and tell whether a number is not finite."""
     with translate_peer_errors(ready.group):
         return bool(np.asarray(flag))
 
 
-def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
+def _tree(ready: Fed, values: list[jax.Array]) -> PyTree:
     plan, result = ready.plan, ready.plan.result
     leaves: list[Any] = values[plan.num_updated :]
     for i in plan.scattered:
@@ -215,7 +184,25 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     return result.tree(leaves)
 
 
-def evaluate(ready: ReadyCall, given: Mapping[Shared, VariableState] | None = None) -> Outcome:
+def launch(fed: Fed, run: Callable[[Fed], Any] = execute) -> Any:
+    """Launch a call: find its plan, run it, and count rows and seconds in the function's stats."""
+    stats = fed.site.function.stats
+    # A variable that a dead program was to write raises now, before anything is checked.
+    retire_finished()
+    begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
+    fed = planned(fed, may_check=True)
+    prepared = perf_counter()
+    stats.selecting += prepared - begun - (stats.dispatching - compiling)
+    lengths, slices = fed.rows.lengths, fed.num_slices
+    stats.slices = len(split_into_launches(lengths, slices)) if lengths and slices > 1 else 1
+    result = run(fed)
+    if lengths is not None:
+        stats.rows += sum(lengths)
+    stats.dispatching += perf_counter() - prepared - (stats.sending - sending)
+    return result
+
+
+def evaluate(ready: Fed, given: Mapping[Shared, VariableState] | None = None) -> Outcome:
     """Run a call, perhaps with other states of variables, without committing its updates."""
     states = given or {variable: ready.state(variable) for variable in ready.plan.accepts}
     values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
@@ -227,7 +214,7 @@ def evaluate(ready: ReadyCall, given: Mapping[Shared, VariableState] | None = No
     return Outcome(values[ready.plan.num_updated :], _updates(ready, values, states), ready.plan, is_refused)
 
 
-def check_variables(ready: ReadyCall, states: Mapping[Shared, VariableState]) -> None:
+def check_variables(ready: Fed, states: Mapping[Shared, VariableState]) -> None:
     """Check that variables have as many rows on each replica as the call, and that those which must be equal are."""
     for variable in ready.plan.must_be_equal:
         if not states[variable].is_equal:
@@ -245,18 +232,14 @@ def check_variables(ready: ReadyCall, states: Mapping[Shared, VariableState]) ->
             )
 
 
-def _arguments(ready: ReadyCall, states: Mapping[Shared, VariableState]) -> list[Sequence[Any]]:
+def _arguments(ready: Fed, states: Mapping[Shared, VariableState]) -> list[Sequence[Any]]:
     """Run all launches of a call but the last, and return the arguments of the program that ends the call."""
     plan, lengths = ready.plan, ready.rows.lengths
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
     # The usual call: one program, and no states between launches.
     if plan.finish is None:
-        parts = split_into_launches(lengths, 1)[0] if lengths else None
-        values = values_of(ready, rows_taken(ready) if ready.form.exchanges else ready.rows, parts)
-        if parts is not None and not ready.form.is_plain:
-            values.append(place_table(ready, parts))
-        return [*leaves_taken(ready, states, plan.reads[1]), [], values]
+        return [*leaves_taken(ready, states, plan.reads[1]), [], ready.send()]
     assert lengths is not None
     assert plan.start is not None
     first, last = leaves_taken(ready, states, plan.reads[0]), leaves_taken(ready, states, plan.reads[1])
@@ -269,11 +252,11 @@ def _arguments(ready: ReadyCall, states: Mapping[Shared, VariableState]) -> list
         # Gathered rows of a slice take as many places as its longest part, on every replica.
         slot += parts.max_rows
     whole = split_into_launches(lengths, 1)[0]
-    return [*last, carry, [*ready.broadcast, place_table(ready, whole)]]
+    return [*last, carry, [*ready.placed(), place_table(ready, whole)]]
 
 
 def leaves_taken(
-    ready: ReadyCall, states: Mapping[Shared, VariableState], variables: Sequence[Shared]
+    ready: Fed, states: Mapping[Shared, VariableState], variables: Sequence[Shared]
 ) -> list[list[jax.Array]]:
     taken: list[list[jax.Array]] = []
     for variable in variables:
@@ -282,41 +265,6 @@ def leaves_taken(
         # A variable that will differ from this call on is stacked before, so that its program has one layout for both.
         taken.append(state.leaves if here == layout else relayout(ready.group, state.leaves, here, layout))
     return taken
-
-
-def rows_taken(ready: ReadyCall) -> Rows:
-    start = perf_counter()
-    rows = exchanged(ready.group, ready.rows)
-    ready.function.stats.sending += perf_counter() - start
-    return rows
-
-
-def values_of(ready: ReadyCall, rows: Rows, parts: PartRows | None) -> list[Any]:
-    """Return the arguments of a launch beside variables and states: rows, indexes of rows, and broadcast arguments."""
-    if parts is None:
-        return [*ready.broadcast]
-    stats, start = ready.function.stats, perf_counter()
-    try:
-        values = feed_rows(ready.group, rows, parts)
-    except jax.errors.JaxRuntimeError as error:
-        # A device may have no memory for the rows.
-        translated = translate_error(error, ready.function.name)
-        if translated is error:
-            raise
-        raise translated from error
-    held_index = ready.form.call.held_index
-    if held_index is not None:
-        values.append(index_on_replicas(ready.group, held_index, rows.on_replicas, parts))
-    stats.sending += perf_counter() - start
-    values += ready.broadcast
-    return values
-
-
-def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0) -> jax.Array:
-    """Bring every replica `part_table`: the numbers by which a program finds each replica's part in a launch."""
-    assert ready.rows.lengths is not None
-    table = part_table(parts, ready.rows.lengths, row_slot, part_slot)
-    return constant(ready.group, "replicated", table, "int32")
 
 
 def run(
@@ -336,7 +284,7 @@ def run(
 
 
 def _updates(
-    ready: ReadyCall, values: list[jax.Array], states: Mapping[Shared, VariableState], count: int = 1
+    ready: Fed, values: list[jax.Array], states: Mapping[Shared, VariableState], count: int = 1
 ) -> dict[Shared, VariableState]:
     updates: dict[Shared, VariableState] = {}
     # What one call makes unequal, the next one reads.
@@ -350,3 +298,53 @@ def _updates(
             by = "" if is_equal else ready.function.name
             updates[variable] = VariableState(values[start:stop], abstract, is_equal, by)
     return updates
+
+
+def execute_fitting(ready: Fed) -> Any:
+    """Run a call whose slices synk has chosen. If memory runs out, run it in twice as many, with nothing lost."""
+    while True:
+        choice, lengths = ready.choice, ready.rows.lengths
+        assert choice is not None
+        ready.function.stats.slices = len(split_into_launches(lengths, ready.num_slices)) if lengths else 1
+        # The other processes would not know that this process has run out of memory.
+        if ready.group._is_multi_process:
+            return execute(ready)
+        try:
+            # An estimate may be too low: allocators fragment, and other programs use the device. So the first run is
+            # waited for.
+            return execute(ready) if choice.has_run else _execute_first(ready, choice)
+        except MemoryError:
+            is_lost = any(update.variable._state.failure for update in ready.plan.updates)
+            if is_lost or choice.slices == choice.most:
+                raise
+            choice.slices, choice.has_run = min(2 * choice.slices, choice.most), False
+        ready = prepare(ready.site, *ready.given)
+
+
+def _execute_first(ready: Fed, choice: SliceChoice) -> Any:
+    """Run a call whose slices have not run yet, and wait. Out of memory, its variables get their old values back, from
+    copies on the host if the call donates."""
+    kept: dict[Shared, tuple[VariableState, list[np.ndarray]]] = {}
+    # A donated value is overwritten by the program that fails, so only a copy on the host can bring it back.
+    for variable in [update.variable for update in ready.plan.updates]:
+        state = ready.state(variable)
+        kept[variable] = state, [np.array(leaf) for leaf in state.leaves] if ready.call.donate else []
+    try:
+        result = execute(ready)
+        jax.block_until_ready((result, [update.variable._state.leaves for update in ready.plan.updates]))
+    except Exception as error:
+        translated = translate_error(error, ready.function.name)
+        if not isinstance(translated, MemoryError):
+            raise
+        # Wait for the programs under way: afterwards none marks a variable as lost.
+        drain()
+        for variable, (state, leaves) in kept.items():
+            restored = state.leaves
+            if any(leaf.is_deleted() for leaf in restored):
+                placed = [put(ready.group, leaf, state.layout) for leaf in leaves]
+                # A copy on the devices: `put` may share the host's memory.
+                restored = relayout(ready.group, placed, state.layout, state.layout)
+            variable._state = replace(state, leaves=restored)
+        raise translated from error
+    choice.has_run = True
+    return result

@@ -1,8 +1,6 @@
 """Kinds: recognise a call by what does not depend on values, and prepare it: select its rows and find its plan."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from time import perf_counter
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -17,7 +15,7 @@ from .._base.pytree import most_of, named, narrow, too_large
 from .._data.dataset import abstract_rows, resident
 from .._data.feed import SENT
 from .._data.places import PLACES, Picks
-from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
+from .._data.process_rows import rows_of_processes, rows_of_replicas
 from .._data.selection import (
     IndexKind,
     ReplicaSelection,
@@ -28,14 +26,11 @@ from .._data.selection import (
     select_on_replicas,
 )
 from .._data.transfer import gather_rows
-from .._runtime.dispatch import retire_finished
 from .._runtime.group import Group
-from .auto_slices import choose_slices
-from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
-from .execute import ReadyCall
+from .binding import ArgumentSpec, BoundArguments, CallOptions
 from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, placer_of, recognise_leaves, spec_of_part
-from .parts import split_into_launches, with_parts
-from .plan import CallPlan, Form, Instead, Site, SliceChoice, plan_key, trace_plan
+from .parts import with_parts
+from .plan import Form, Site
 from .rows import (
     InputSpec,
     Rows,
@@ -48,7 +43,7 @@ from .rows import (
     with_overlap,
 )
 from .spec import CallSpec
-from .traces import NeedsAllRows, rows_not_in_blocks
+from .traces import rows_not_in_blocks
 
 _NO_ROWS = Selection(None, 0, 0)
 
@@ -400,111 +395,3 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     if not is_list or not all(isinstance(entry, int | str | np.integer) for entry in subset):
         raise TypeError(f"{name}: output_subset is {shown(subset)}; give a list of indexes or keys.")
     return tuple(subset)
-
-
-def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_check: bool = False) -> ReadyCall:
-    """Recognise a call, select its rows, and find or make its plan."""
-    choice, asked, function, group = None, options, site.function, site.group
-    if function.blocks is not None:
-        # Blocks run one at a time anyway.
-        options = options._replace(num_slices=1)
-    elif options.num_slices == AUTO:
-        choice = SliceChoice(1, 1) if group._way.is_one else _choose(site, bound, options)
-        options = options._replace(num_slices=choice.slices)
-    kind, leaves = recognise(site, bound, options)
-    form, rows = kind.select(site, leaves, options)
-    # Compared before a plan is made: a process with other arguments would wait in another program.
-    if group._is_multi_process and site.purpose != "absent":
-        remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
-        group._peers.compare_values(
-            f"the arguments of {function.name}", partial(kind.values_on_host, rows, leaves), remedy
-        )
-    broadcast = kind.place_broadcast(group, leaves)
-    form, plan = form.with_plan(site)
-    if isinstance(plan, Instead):
-        if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
-            raise ValueError(
-                f"{function.name}: it communicates inside, and its synk.local rows do not divide over the replicas. "
-                f"Give each replica as many, or all processes the same rows."
-            )
-        return prepare(site.as_one(), bound, asked, may_check=may_check)
-    if plan.least_rows > 1 and not function.is_over:
-        check_row_count(function.name, plan.least_rows, rows.lengths)
-    if plan.scattered:
-        _check_dealt_out(function.name, rows.lengths or (), group.size)
-    # SYNK_CHECK=law checks the first call of each kind, before it runs.
-    if may_check and kind.is_new:
-        function.on_first_call(site, bound, options, plan)
-        kind.is_new = False
-    return ReadyCall(function, group, form, plan, rows, broadcast, options.num_slices, choice, site.view)
-
-
-def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
-    """Refuse to keep rows on the replicas that are not dealt out as those of scattered data."""
-    if lengths != (dealt_out := lengths_of(sum(lengths), size)):
-        raise ValueError(
-            f'{name}: an output of it is "scatter", for rows dealt out as {list(dealt_out)}, but this call gives the '
-            f'replicas {list(lengths)}. Use "concat".'
-        )
-
-
-def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
-    # Nothing runs while slices are chosen, so shapes are enough and no argument is placed.
-    site = site._replace(purpose="absent")
-
-    def form_of(slices: int) -> tuple[Form, Rows]:
-        of_slices = options._replace(num_slices=slices)
-        kind, leaves = recognise(site, bound, of_slices)
-        return kind.select(site, leaves, of_slices)
-
-    def plan_of(slices: int) -> CallPlan:
-        plan = form_of(slices)[0].with_plan(site)[1]
-        if isinstance(plan, Instead):
-            raise NeedsAllRows(plan.why)
-        return plan
-
-    form, rows = form_of(1)
-    try:
-        return choose_slices(site, plan_key(site.function, form.call), rows, plan_of)
-    # One replica of all devices takes the rows, which has no slices.
-    except NeedsAllRows:
-        return SliceChoice(1, 1)
-
-
-def start(site: Site, bound: BoundArguments, options: CallOptions, run: Callable[[ReadyCall], Any]) -> Any:
-    """Prepare and run a call, and count rows and seconds in the function's stats."""
-    stats = site.function.stats
-    # A variable that a dead program was to write raises now, before anything is checked.
-    retire_finished()
-    begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
-    ready = prepare(site, bound, options, may_check=True)
-    prepared = perf_counter()
-    stats.selecting += prepared - begun - (stats.dispatching - compiling)
-    lengths, slices = ready.rows.lengths, ready.num_slices
-    stats.slices = len(split_into_launches(lengths, slices)) if lengths and slices > 1 else 1
-    result = run(ready)
-    if lengths is not None:
-        stats.rows += sum(lengths)
-    stats.dispatching += perf_counter() - prepared - (stats.sending - sending)
-    return result
-
-
-def check_row_count(name: str, least: int, lengths: tuple[int, ...] | None) -> None:
-    count = sum(lengths or ())
-    if count < least:
-        raise ValueError(
-            f"{name}: an output of it needs {least} rows, as top_k does, but this call has {count} in all."
-        )
-
-
-def is_stale(site: Site, bound: BoundArguments, options: CallOptions) -> bool:
-    """Tell whether calls run another program than the function would make now, since what it captures has changed."""
-    if options.num_slices == AUTO:
-        options = options._replace(num_slices=_choose(site, bound, options).slices)
-    kind, leaves = recognise(site, bound, options)
-    form, rows = kind.select(site, leaves, options)
-    # A plan may be kept under the key with all lengths, if its programs depend on these.
-    calls = [form.call] if rows.lengths is None else [form.call, form.of_lengths().call]
-    return any(
-        site.plans.is_stale(site, plan_key(site.function, call), partial(trace_plan, site, call)) for call in calls
-    )

@@ -15,7 +15,6 @@ from .._data.places import PLACES
 from .._data.process_rows import ProcessLocalRows
 from .._data.sources import as_source, is_in_memory
 from .._data.staging import is_staged, send_copy
-from .._data.transfer import PickedRows
 from .._runtime.group import Group
 from .._runtime.layout import host_copy, put, replicate, takes
 from .._variables.collectives import rows_held
@@ -87,7 +86,7 @@ def recognise_leaves(
     leaves, parts = bound.leaves, list[Any]()
     for i, leaf in enumerate(leaves):
         cls = type(leaf)
-        if cls is np.ndarray or cls is PickedRows:
+        if cls is np.ndarray:
             parts.append((leaf.shape, leaf.dtype))
         elif cls is float or cls is int:
             parts.append(cls)

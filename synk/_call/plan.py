@@ -383,11 +383,12 @@ class Form:
       lengths: the rows of each replica; None if nothing brings rows.
       is_plain: whether every replica has one part of equally many rows.
       exchanges: whether replicas exchange rows before the call.
+      has_plan: whether such a call has had a plan in this form, which runs where its rows are sent.
     """
 
     __slots__ = (
-        "_base", "_exact", "_holders", "_kept", "_repeated", "_slices", "call", "exchanges", "inputs", "is_plain",
-        "lengths",
+        "_base", "_exact", "_holders", "_kept", "_repeated", "_slices", "call", "exchanges", "has_plan",
+        "inputs", "is_plain", "lengths",
     )  # fmt: skip
 
     def __init__(
@@ -398,6 +399,7 @@ class Form:
         self.exchanges = any(spec.scattered_rows is not None for spec in inputs)
         # The key without parts, by which a variable that brings rows is found.
         self._base, self._slices = base, slices
+        self.has_plan = False
         self._exact: Form | None = None
         self._repeated: dict[Repeat, Form] = {}
         self._kept: list[Kept] = []

@@ -10,8 +10,8 @@ from jax import lax
 
 from .._base.errors import listed
 from .._call.binding import BoundArguments, CallOptions
-from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.kinds import prepare
+from .._call.execute import Outcome, evaluate
+from .._call.feed import Fed, prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._data.process_rows import ProcessLocalRows
@@ -90,7 +90,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
             if variable in prober.reads:
                 return Blame(what)
         if rows is not None and span is not None:
-            row = _blame_row(ready, prober, rows.numbers, span)
+            row = _blame_row(ready, prober, rows.positions, span)
             if row is not None:
                 return row
         if before:
@@ -99,7 +99,10 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
         if rows is None or span is None:
             return Blame(after[0][0], probes=prober.probes) if after else None
-        (first, last), line = (int(rows.numbers[row]) for row in span), prober.run_alone(range(span[0], span[1] + 1))[1]
+        (first, last), line = (
+            (int(rows.positions[row]) for row in span),
+            prober.run_alone(range(span[0], span[1] + 1))[1],
+        )
         what = _together(function.name, _outputs_not_finite(site, bound, options), (first, last), line)
         return Blame(what, line=line, rows=(first, last), probes=prober.probes)
 
@@ -114,7 +117,7 @@ def _together(function: str, names: Sequence[str], rows: tuple[int, int], line: 
     return f"{said}; {line}" if line else f"{said}."
 
 
-def _refuse_rows(ready: ReadyCall, bound: BoundArguments) -> None:
+def _refuse_rows(ready: Fed, bound: BoundArguments) -> None:
     name = ready.function.name
     if any(bound.spec.overlaps):
         raise ValueError(f"{name}.blame: rows that bring their neighbours cannot be tried one by one.")
@@ -128,7 +131,7 @@ def _refuse_rows(ready: ReadyCall, bound: BoundArguments) -> None:
         )
 
 
-def _blame_row(ready: ReadyCall, prober: Prober, numbers: np.ndarray, span: tuple[int, int]) -> Blame | None:
+def _blame_row(ready: Fed, prober: Prober, numbers: np.ndarray, span: tuple[int, int]) -> Blame | None:
     """Blame one row, and say where it ran; None if rows are bad only together."""
     # `numbers` are the numbers of the call's rows in the inputs; `span` is the first and the last of the rows to blame.
     row, last = span
@@ -162,10 +165,10 @@ def _outputs_not_finite(site: Site, bound: BoundArguments, options: CallOptions)
     ]
 
 
-def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, str]]:
+def _not_finite_before(ready: Fed) -> Iterator[tuple[bool, Shared | None, str]]:
     """Find variables, and broadcast arguments (None), that are not finite before the call, and if they hold NaN."""
     name, group = ready.function.name, ready.group
-    for place, leaf in zip(ready.call.arguments.broadcast, ready.broadcast, strict=True):
+    for place, leaf in zip(ready.call.arguments.broadcast, ready.placed(), strict=True):
         kinds = _kinds_on_replicas(group, leaf, "replicated")
         if any(kinds):
             yield kinds[0], None, f"{name}: argument {ready.call.arguments.names[place]} is not finite."
@@ -179,7 +182,7 @@ def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, 
                 yield kinds[0], variable, what
 
 
-def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str, Kinds]]:
+def _not_finite_after(ready: Fed, outcome: Outcome) -> Iterator[tuple[str, Kinds]]:
     """Find outputs and updates that are not finite, in words for where no row is to blame, and their kinds."""
     name, plan, group = ready.function.name, ready.plan, ready.group
     has_weights = any(leaf.weight is not None for leaf in plan.outputs.leaves)

@@ -12,7 +12,7 @@ import numpy as np
 from .._base.errors import LawError, SynkError, in_a_line, listed, warn
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, evaluate
-from .._call.kinds import is_stale, prepare
+from .._call.feed import is_stale, prepare
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache, Site, site_of
 from .._call.spec import FunctionSpec

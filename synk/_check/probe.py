@@ -11,8 +11,8 @@ import numpy as np
 
 from .._base.pytree import key_of
 from .._call.binding import BoundArguments, CallOptions
-from .._call.execute import ReadyCall, evaluate
-from .._call.kinds import prepare
+from .._call.execute import evaluate
+from .._call.feed import Fed, prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._call.rows import feed_rows
@@ -76,7 +76,7 @@ class Prober:
       reads: the variables that the function reads.
     """
 
-    def __init__(self, site: Site, ready: ReadyCall, bound: BoundArguments, rows: CallRows | None) -> None:
+    def __init__(self, site: Site, ready: Fed, bound: BoundArguments, rows: CallRows | None) -> None:
         """Make the prober of a call that is ready; the site is where probes run, with plans of their own."""
         self.probes = 0
         self.reads: Collection[Shared] = ()
@@ -96,7 +96,7 @@ class Prober:
         self.reads = ready.plan.accepts
         return self._has_kinds(ready)
 
-    def _has_kinds(self, ready: ReadyCall) -> bool:
+    def _has_kinds(self, ready: Fed) -> bool:
         return bool((np.asarray(evaluate(ready).leaves[0]) & self._kinds).any())
 
     def find(self, kinds: Kinds) -> tuple[int, int] | None:
@@ -131,7 +131,7 @@ class Prober:
         ]
         leaves = [leaf.reshape(shape.shape) for leaf, shape in pairs]
         arrays = feed_rows(one, ready.rows, split_into_launches((len(rows),), 1)[0])
-        arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)
+        arguments = ready.call.arguments.in_tree_order(arrays, ready.placed())
         with jax.ensure_compile_time_eval():
             values = [leaf if key_of(leaf) else np.asarray(leaf) for leaf in (*leaves, *arguments)]
             return True, traced.blame_line(*values, np.int32(0), np.int32(0))

@@ -11,8 +11,8 @@ import numpy as np
 from .._base.errors import DivergedError
 from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
-from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.kinds import prepare
+from .._call.execute import Outcome, evaluate
+from .._call.feed import Fed, prepare
 from .._call.plan import PlanCache, Site, site_of
 from .._call.rows import Rows
 from .._call.spec import FunctionSpec
@@ -63,7 +63,7 @@ class Runner:
     def _site(self, group: Group, view: View) -> Site:
         return Site(self.function, self.plans, group, "afresh", self.home, view)
 
-    def ready(self, site: Site, function: FunctionSpec) -> ReadyCall:
+    def ready(self, site: Site, function: FunctionSpec) -> Fed:
         """Prepare a call of the function, or of a function made of it."""
         # Slices divide the rows of a replica; the serial run takes all rows at once.
         options = self.options._replace(num_slices=1) if site is self.serial else self.options
@@ -106,7 +106,6 @@ class CallRows:
 
     Attributes:
       positions: the place of each row in the arguments, or in minibatch data where all arguments are such.
-      numbers: the numbers of the rows for users: a loop may have picked the arguments from its inputs.
     """
 
     def __init__(self, bound: BoundArguments, rows: Rows) -> None:
@@ -114,9 +113,7 @@ class CallRows:
         picked = [i for i, place in enumerate(bound.spec.scattered) if not _is_minibatch(bound.leaves[place])]
         self._has_batch = bool(picked)
         selection = rows.selections[picked[0] if picked else 0]
-        self.positions = self.numbers = selection.positions(0, sum(rows.lengths or ()))
-        if bound.numbers is not None:
-            self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.positions]
+        self.positions = selection.positions(0, sum(rows.lengths or ()))
 
     def call_of(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
         """Make arguments and options for a call with some of the rows, by their numbers in this call."""

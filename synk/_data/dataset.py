@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain, count
+from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -23,35 +22,10 @@ T = TypeVar("T")
 
 # Names of data that was given none: messages tell one from another.
 _numbers = count()
+# Numbers of writes.
+_writes = count(1)
 # Each `Data` by its id, since a write through one may change rows that others hold.
 _alive: WeakValueDictionary[int, Data] = WeakValueDictionary()
-
-
-class Hold:
-    """Hold of a loop on data, until the loop ends.
-
-    Attributes:
-      name: the loop in messages.
-      data: what all its calls read.
-      waiting: calls, and lists of calls, that were taken early; each call has the `leaves` of its arguments.
-      is_source_asked: whether the source is asked for an item. It may write to what no waiting call reads.
-    """
-
-    waiting: tuple[Iterable[Any], Iterable[Iterable[Any]]]
-
-    def __init__(self, name: str, data: Iterable[Data] = ()) -> None:
-        self.name, self.data, self.waiting, self.is_source_asked = name, data, ((), ()), False
-        _holds[id(self)] = self
-
-    def refuses(self, data: Data) -> bool:
-        calls, lists = self.waiting
-        # Copies: the thread of the loop takes and launches calls meanwhile.
-        held = [leaf for call in chain([*calls], *[*lists]) for leaf in call.leaves]
-        return any(leaf is data for leaf in [*held, *([] if self.is_source_asked or not held else self.data)])
-
-
-# All of them by id, since a write through one `Data` may change rows of a loop's.
-_holds: WeakValueDictionary[int, Hold] = WeakValueDictionary()
 
 
 class Data:
@@ -97,10 +71,12 @@ class Data:
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
         # The implementation of typed PRNG keys, which are held as raw data.
         self._key = key or _key_of(value)
-        # A copy on the devices of a group, and whether rows were written since it was made.
+        # The number of the last write, of all writes to any data, by which loops and kinds of calls notice it.
+        self._version = next(_writes)
+        # A copy on the devices of a group, and the version of the rows in it.
         self._group: Group | None = None
         self._copy: jax.Array | None = None
-        self._is_stale = False
+        self._copied_version = 0
         # Last: writes by other threads reach a `Data` that has one.
         self._source: Source | None = source
 
@@ -207,18 +183,16 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
-        for data in _holders(source):
-            data._refuse_change()
         # Marked before and after: a write that fails midway, or ends by Ctrl-C, has changed some rows, and another
         # thread may have sent them in between.
-        _mark_stale(source)
+        _note_write(source)
         try:
             if isinstance(source, Reader):
                 source[index_within(index, self._length)] = rows
             else:
                 source[: self._length][index] = rows
         finally:
-            _mark_stale(source)
+            _note_write(source)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)
@@ -298,22 +272,12 @@ class Data:
         self._become(_source=None, _length=0)
 
     def _become(self, **changes: Any) -> None:
-        self._refuse_change()
         # Array, length and place change together: another thread, or a handler of a signal, sees all or nothing.
         with LOCK, uninterrupted():
             self._copy = self._group = None
+            self._version = next(_writes)
             for name, value in changes.items():
                 setattr(self, name, value)
-
-    def _refuse_change(self) -> None:
-        """Raise SynkError if a loop has items early that read the data."""
-        for hold in _living(_holds):
-            if hold.refuses(self):
-                raise SynkError(
-                    f"{self.name}: it was written to between two items of {hold.name}, which takes items early. Give "
-                    f"prefetch=0 and per_launch=1, which take an item when the loop comes to it, or leave the loop "
-                    f"first."
-                )
 
 
 refuse_use(
@@ -338,10 +302,10 @@ def _holders(source: Source) -> list[Data]:
 
 
 # Copies on devices are sent whole at the next read: a range of stale rows would have to follow every kind of index.
-def _mark_stale(source: Source) -> None:
+def _note_write(source: Source) -> None:
     """Note that rows of a source are written, which copies on devices do not have yet."""
     for data in _holders(source):
-        data._is_stale = True
+        data._version = next(_writes)
 
 
 def _check_place(place: str, name: str) -> None:
@@ -373,9 +337,10 @@ def resident(data: Data, group: Group) -> jax.Array:
 
     Callers hold the lock.
     """
-    dtype = narrow(data._dtype)
-    if data._copy is not None and data._group is group and data._copy.dtype == dtype and not data._is_stale:
-        return data._copy
+    copy, dtype = data._copy, narrow(data._dtype)
+    is_same = data._group is group and data._copied_version == data._version
+    if copy is not None and is_same and copy.dtype == dtype:
+        return copy
     if data._length >= 2**31:
         raise ValueError(f'{data.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".')
     source = source_of(data)
@@ -383,7 +348,7 @@ def resident(data: Data, group: Group) -> jax.Array:
     # Free the old copy before the new one takes memory.
     data._copy = None
     # Rows that another thread writes from here on are sent next time.
-    data._is_stale = False
+    data._copied_version = data._version
     with named(data.name):
         data._copy = data._home.bring(group, host, data._length, dtype)
     data._group = group
@@ -411,7 +376,7 @@ def is_result(source: Source) -> bool:
 def data_of_replicas(group: Group, array: jax.Array, rows: int, key: Any, name: str) -> Data:
     made = Data(ReplicaRows(group, array, rows), name, "scatter", key=key)
     # The rows lie on the devices already, stacked and dealt out evenly. The host gets a copy at the first read there.
-    made._copy, made._group = array, group
+    made._copy, made._group, made._copied_version = array, group, made._version
     return made
 
 

@@ -1,7 +1,6 @@
 """Transfer: send the rows of a selection, picked by threads, as one array of the group."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,15 +14,10 @@ from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is
 from .host_buffers import SMALL, acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
-from .staging import SMALL as LEAST_STAGED
 from .staging import send_staged, staging_buffers
 
 # A copy of more bytes takes longer than the start of a program that cuts them.
 CUT_BY_HOST_BYTES = 2**20
-
-
-class PickedRows(np.ndarray):
-    """Rows on their way to one device, in memory that is synk's own."""
 
 
 class PartRows(NamedTuple):
@@ -65,8 +59,6 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     is_full = _is_full(group, source, selection, part_rows, dtype)
     is_whole = is_full and _is_whole(source, selection)
     if is_full and has_one and isinstance(source, np.ndarray):
-        if is_whole and isinstance(source, PickedRows):
-            return np.asarray(source)
         if source.nbytes // len(source) * selection.rows < SMALL:
             stop = selection.start + selection.rows
             return source[selection.start : stop].copy() if selection.indexes is None else source[selection.indexes]
@@ -248,39 +240,27 @@ def can_go_ahead(group: Group, source: Any) -> bool:
     return not (isinstance(source, jax.Array) and group._is_multi_process and not is_everywhere(source))
 
 
-def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
-    """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
-    is_even = is_cut and selection.rows % group.size == 0
-    if isinstance(source, jax.Array):
-        return _place_array(group, source, selection, dtype, is_even)
-    if not is_even:
-        return gather_rows(source, selection, dtype)
-    return _sent_ahead(group, send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype))
-
-
-def _sent_ahead(group: Group, rows: Any) -> Any:
-    """Send rows that are still on the host, if the program that takes them would not send them as soon itself."""
-    if not isinstance(rows, np.ndarray):
-        return rows
-    is_soon = group.platform == "cpu" or rows.nbytes < LEAST_STAGED
-    return rows.view(PickedRows) if is_soon else put(group, rows, "rows")
-
-
-def _place_array(group: Group, source: jax.Array, selection: Selection, dtype: np.dtype, is_even: bool) -> Any:
-    """Send rows of an array of JAX, whose owner may donate it before the call."""
+def copied_rows(group: Group, source: Source, selection: Selection, dtype: np.dtype) -> Any:
+    """Copy the rows of a selection: to the host, or on devices if they lie there and should stay."""
     host = to_host(group, source)
-    # Without a source on the host, programs pick the rows on devices.
-    with LOCK if host is None else nullcontext():
-        if is_even:
-            sent = send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype)
-            if isinstance(sent, np.ndarray):
-                return _sent_ahead(group, sent)
-            return copied_on_device(sent) if sent is source or group._has_one_device else sent
-        if host is not None:
-            return gather_rows(host, selection, dtype)
-        # The owner may donate the source before the call runs, so the rows are picked now.
+    if host is not None:
+        return gather_rows(host, selection, dtype)
+    with LOCK:
         picked: Any = source[selection.positions(0, selection.rows)]
         return narrowed(picked).astype(dtype)
+
+
+def rows_ahead(group: Group, source: Source, dtype: np.dtype) -> Any:
+    """Send all rows of a source for a later call, cut over the replicas. Copy them where they do not divide."""
+    # The owner of an array of JAX may donate it before the call.
+    rows, whole = len(source), Selection(None, 0, len(source))
+    if rows % group.size:
+        return copied_rows(group, source, whole, dtype)
+    if isinstance(source, jax.Array):
+        source = copied_on_device(source)
+    with LOCK:
+        sent = send_rows(group, source, whole, _blocks(rows, group.size), dtype)
+        return put(group, sent, "rows") if isinstance(sent, np.ndarray) else sent
 
 
 @jax.jit

@@ -17,7 +17,8 @@ from .._base.units import seconds_text
 from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
 from .._call.binding import BoundArguments
 from .._call.compiler import EXCHANGES, LOCAL, NANS
-from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.execute import Outcome, evaluate
+from .._call.feed import Fed
 from .._call.parts import Blocks, split_into_launches
 from .._call.plan import CallPlan, PlanCache
 from .._call.rows import InputSpec, exchange_programs
@@ -38,7 +39,7 @@ from .why import why_compiled
 _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that lie on the replicas"}
 
 
-def explain(ready: ReadyCall, bound: BoundArguments, plans: PlanCache, was_compiled: bool) -> Explanation:
+def explain(ready: Fed, bound: BoundArguments, plans: PlanCache, was_compiled: bool) -> Explanation:
     plan, group = ready.plan, ready.group
     programs = (*_exchanges(ready), *_programs(ready))
     inputs, variables = tuple(_inputs(ready, bound)), tuple(_variables(plan))
@@ -68,7 +69,7 @@ def explain(ready: ReadyCall, bound: BoundArguments, plans: PlanCache, was_compi
     )
 
 
-def _way_to_run(ready: ReadyCall) -> str:
+def _way_to_run(ready: Fed) -> str:
     """Say whether replicas run their rows, or one replica of all devices runs all rows, and why."""
     way, home, rows = ready.group._way.in_words, ready.group._home, sum(ready.rows.lengths or ())
     if ready.group is home:
@@ -77,14 +78,14 @@ def _way_to_run(ready: ReadyCall) -> str:
     return f"{why}: {way}"
 
 
-def _per_launch(ready: ReadyCall) -> str:
+def _per_launch(ready: Fed) -> str:
     """Say whether a program can run several such calls, as `per_launch` asks for, and why not."""
     now = {NANS: checks_floats(), EXCHANGES: ready.form.exchanges, LOCAL: ready.rows.rows_before is not None}
     why = ready.plan.alone or next((reason for reason, is_so in now.items() if is_so), "")
     return f"one call: {why}" if why else "several calls, if a loop asks for them"
 
 
-def _whole(ready: ReadyCall, flops: int) -> list[str]:
+def _whole(ready: Fed, flops: int) -> list[str]:
     """Name the operations that run whole on every device where XLA divides the work, with their share of the flops."""
     rows, mesh = sum(ready.rows.lengths or ()), ready.group._way.dividing_mesh
     if mesh is None or not rows:
@@ -94,13 +95,13 @@ def _whole(ready: ReadyCall, flops: int) -> list[str]:
     return [name if part is None else f"{name} ({part / max(flops, 1):.0%} of flops)" for name, part in found.items()]
 
 
-def _launches(ready: ReadyCall) -> list[PartRows]:
+def _launches(ready: Fed) -> list[PartRows]:
     """Return the rows of each launch; none for a call without rows."""
     lengths = ready.rows.lengths
     return split_into_launches(lengths, ready.num_slices) if lengths else []
 
 
-def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
+def _exchanges(ready: Fed) -> Iterator[ProgramReport]:
     names, group = ready.call.arguments.scattered_names, ready.group
     # Variables, data, and rows that an earlier exchange has brought are in memory meanwhile.
     resident = variable_bytes(ready.plan, group) + data_beside(ready.rows, group)
@@ -114,7 +115,7 @@ def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
 
 # The first launch of a call with slices begins the sums, one for each slice adds to them, and the last one combines the
 # replicas.
-def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
+def _programs(ready: Fed) -> Iterator[ProgramReport]:
     """Describe the programs that run the function, in the order in which they are launched first."""
     plan = ready.plan
     roles: Counter[tuple[str, Executable]] = Counter()
@@ -150,12 +151,12 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
     )
 
 
-def _inputs(ready: ReadyCall, bound: BoundArguments) -> Iterator[InputReport]:
+def _inputs(ready: Fed, bound: BoundArguments) -> Iterator[InputReport]:
     spec, rows, group = ready.call.arguments, ready.rows, ready.group
     for i, name in enumerate(spec.scattered_names):
         how, sent = _way(ready, i)
         yield InputReport(name, how, sum(rows.lengths or ()), sent)
-    for place, leaf in zip(spec.broadcast, ready.broadcast, strict=True):
+    for place, leaf in zip(spec.broadcast, ready.placed(), strict=True):
         # Replicas that share a device share the value.
         sent = leaf.size * leaf.dtype.itemsize * group.mesh.devices.size
         is_sent = _is_sent(group, bound.leaves[place])
@@ -169,7 +170,7 @@ def _is_sent(group: Group, leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array) or (group._is_multi_process and not is_placed(group, leaf, "replicated"))
 
 
-def _way(ready: ReadyCall, i: int) -> tuple[str, int]:
+def _way(ready: Fed, i: int) -> tuple[str, int]:
     """Return in words how the rows of an argument reach the replicas, and the bytes that the host sends for it."""
     rows, source, selection = ready.rows.inputs[i], ready.rows.sources[i], ready.rows.selections[i]
     lengths, size, feed = ready.rows.lengths or (), ready.group.size, rows.feed
@@ -200,7 +201,7 @@ def _variables(plan: CallPlan) -> Iterator[VariableReport]:
         yield VariableReport(variable.name, nbytes, variable in written, is_equal)
 
 
-def _flops(ready: ReadyCall) -> int:
+def _flops(ready: Fed) -> int:
     """Count the operations on the replica with the most rows."""
     plan = ready.plan
     sizes = [parts.max_rows for parts in _launches(ready)] or [None]
@@ -209,13 +210,13 @@ def _flops(ready: ReadyCall) -> int:
     return sum(plan.flops[size] for size in sizes) + plan.flops_of_then
 
 
-def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableReport]) -> float | None:
+def _lower_bound(ready: Fed, flops: int, variables: Sequence[VariableReport]) -> float | None:
     """Return the flops at the device's peak or the data once through its memory, whichever takes longer."""
     device = ready.group.accelerator or known_accelerator(ready.group.devices[0])
     if device is None:
         return None
     moved = max(ready.rows.lengths or (0,)) * sum(map(_row_bytes, ready.rows.inputs))
-    moved += sum(leaf.size * leaf.dtype.itemsize for leaf in ready.broadcast)
+    moved += sum(leaf.size * leaf.dtype.itemsize for leaf in ready.placed())
     # Calls with `batch_s` read only some of the rows that variables hold.
     held = {variable.name for variable in ready.plan.held}
     # A variable that is written travels to its device's memory and back.
@@ -223,7 +224,7 @@ def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableRepor
     return max(flops / device.flops, moved / device.bandwidth)
 
 
-def measure(prepare: Callable[[], ReadyCall], calls: int) -> Measured:
+def measure(prepare: Callable[[], Fed], calls: int) -> Measured:
     """Time calls, whose results and updates are dropped, and tell where the time of the median one went."""
     # The first call compiles, if nothing has before.
     rehearse(prepare)
@@ -268,7 +269,7 @@ class Rehearsal(NamedTuple):
     sending_seconds: float
 
 
-def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
+def rehearse(prepare: Callable[[], Fed]) -> Rehearsal:
     """Run a call on copies of its variables, and wait for it; change nothing."""
     ready = prepare()
     # The call may donate what it reads, so it gets copies.
@@ -286,7 +287,7 @@ def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
     return Rehearsal(outcome, perf_counter() - start, host, stats.sending - sending)
 
 
-def copied_states(ready: ReadyCall) -> dict[Shared, VariableState]:
+def copied_states(ready: Fed) -> dict[Shared, VariableState]:
     states = {variable: _copied(ready.state(variable), ready.group) for variable in ready.plan.accepts}
     jax.block_until_ready([state.leaves for state in states.values()])
     return states

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
-from itertools import count
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -17,23 +15,24 @@ from .._base.errors import SynkError, checked_integer, public_api, warn
 from .._base.jax_context import is_traced
 from .._base.old_names import instead_of
 from .._base.pytree import PyTree
-from .._call.auto_slices import execute_fitting
-from .._call.binding import AUTO, OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
+from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
-from .._call.execute import ReadyCall, execute
-from .._call.kinds import prepare, start
+from .._call.execute import execute_fitting, launch
+from .._call.feed import Fed, feed, prepare
 from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Purpose, Site, site_of
 from .._call.spec import FunctionSpec, Repeat, with_then
-from .._loops.iterate import ASKS, Batches, check_batches, due_call, launch, warn_of_keys
-from .._loops.minibatches import Loop, Minibatches, loop_begun_by
-from .._loops.per_launch import Call, CallLists, launch_list, small_lists, start_calls
-from .._loops.prefetch import Prefetch, Stopped
+from .._loops.iterate import Batches, check_batches, warn_of_keys
+from .._loops.loop import Launcher, Loop
+from .._loops.minibatches import Loop as OrderBegun
+from .._loops.minibatches import Minibatches, loop_begun_by
+from .._loops.per_launch import launch_several, small_lists
+from .._loops.prefetch import Prefetch
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import NotFinite
 from .._runtime.group import Group, current_group
-from .._tracing.context import current_trace
+from .._tracing.context import ItemAsked, surroundings
 from .._variables.variable import Shared
 
 # Modules of members that most programs never call are imported at their first call, so that `import synk` is quick.
@@ -64,7 +63,7 @@ class Function:
         # Probes of blame have plans of their own: they would push the plans of the user's calls out of the cache.
         self._plans, self._probe_plans = PlanCache(), PlanCache()
         # The newest loop in each order of rows.
-        self._orders: dict[Minibatches, Loop] = {}
+        self._orders: dict[Minibatches, OrderBegun] = {}
         # Told how many calls of a loop have run, it returns how many may run now before something else must.
         self._pace: Callable[[int], int] = lambda ran: sys.maxsize
         # Without the attributes of `fn`, which would cover members of this class.
@@ -193,16 +192,17 @@ class Function:
     def _launch(self, bound: BoundArguments, options: CallOptions) -> PyTree:
         site = self._site()
         with LOCK:
+            return self._run(feed(site, bound, options))
+
+    def _run(self, fed: Fed) -> PyTree:
+        """Launch a call that is fed. Callers hold the lock."""
+        try:
             # "auto" tries the call in 1, 2, 4... slices. With blocks slices change nothing, so one try is enough.
-            run: Callable[[ReadyCall], PyTree] = execute
-            if options.num_slices == AUTO and self._spec.blocks is None:
-                run = partial(execute_fitting, prepare=partial(prepare, site, bound, options))
-            try:
-                result = start(site, bound, options, run)
-            except NotFinite as error:
-                raise FloatingPointError(self._not_finite(bound, options)) from error.__cause__
-            self.stats.calls += 1
-            return result
+            result = launch(fed) if fed.choice is None else launch(fed, execute_fitting)
+        except NotFinite as error:
+            raise FloatingPointError(self._not_finite(*fed.given)) from error.__cause__
+        self.stats.calls += 1
+        return result
 
     def _not_finite(self, bound: BoundArguments, options: CallOptions) -> str:
         message = f"{self.name}: its outputs or updates are not finite"
@@ -266,7 +266,7 @@ class Function:
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         rows = self._batches("iterate", (args, kwargs), batches, options)
-        return self._loop("iterate", batches, rows, prefetch, options, per_launch)
+        return self._loop("iterate", batches, rows, options, prefetch, per_launch)
 
     def _batches(
         self,
@@ -296,45 +296,33 @@ class Function:
         check_slices(options.num_slices, self.name)
         self._refuse(member)
         group._refuse_if_absent(name)
-        return Items(self._spec, self._binder, options, group, name)
+        return Items(self._spec, self._binder, name)
 
     def _loop(
         self,
         member: str,
         source: Iterable[Any],
         items: Batches | Items,
-        prefetch: int,
         options: CallOptions,
+        prefetch: int,
         per_launch: int | None,
     ) -> Prefetch[Any, Any]:
-        name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        calls, numbers = iter(items.calls(source)), count()
-        if per_launch is None:
-            run = partial(launch, self._launch, options, numbers)
-            loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
-            # Data that waiting calls read must not be written to: rows on the devices are picked when the call is due.
-            items.hold.waiting = loop.waiting, []
-            return loop
-        # Calls are launched by lists, and `prefetch` counts lists.
-        most = checked_integer(per_launch, f"{self.name}.{member}: per_launch", 1)
-        lists, due = CallLists(items, calls, source, most), partial(due_call, options, numbers)
-        run = partial(launch_list, lists, self._launch, self._launch_several, due, self._pace)
-        loop = Prefetch(lists, lists, run, prefetch, name, refuse)
-        items.hold.waiting = lists.collected, loop.waiting
-        return loop
+        launcher = Launcher(self._site, self._run, self._run_several, self._pace)
+        refuse = partial(self._refuse, member)
+        return Loop(launcher, source, items, options, (prefetch, per_launch), f"{self.name}.{member}", refuse)
 
-    def _launch_several(self, calls: Sequence[Call], repeat: Repeat) -> list[PyTree]:
-        site = self._site()
-        with LOCK:
-            results, is_refused = list[PyTree](), False
-            try:
-                results, is_refused = start_calls(site, calls, repeat)
-            except NotFinite:
-                is_refused = True
-            self.stats.calls += len(results)
-            if is_refused:
-                raise Stopped(results, FloatingPointError(self._not_finite(*calls[len(results)])))
-            return results
+    def _run_several(
+        self, calls: Iterable[Fed], count: int, repeat: Repeat
+    ) -> tuple[list[PyTree], FloatingPointError | None]:
+        """Launch several calls by one program. Return their results, and the error of the next call."""
+        these, results, is_refused = list[Fed](), list[PyTree](), True
+        noted = (these.append(fed) or fed for fed in calls)
+        with suppress(NotFinite):
+            results, is_refused = launch_several(noted, count, repeat)
+        self.stats.calls += len(results)
+        if not is_refused:
+            return results, None
+        return results, FloatingPointError(self._not_finite(*these[len(results)].given))
 
     def _note_order(self, batch: Any) -> None:
         """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop."""
@@ -392,7 +380,7 @@ class Function:
           [6.0, 6.0, 3.0]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        return self._loop("stream", source, self._items("stream", options), prefetch, options, per_launch)
+        return self._loop("stream", source, self._items("stream", options), options, prefetch, per_launch)
 
     @public_api
     def over(
@@ -457,12 +445,11 @@ class Function:
         else:
             items = self._items("over", options)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
-        (most, lists), due = small_lists(items, loop), partial(due_call, options, count())
-        for these in lists:
-            calls = [due(call) for call in these]
+        most, lists = small_lists(items, loop, options)
+        for calls in lists:
             total.add(calls, Repeat(most, ()))
             # While the source makes the next batch, memory need not hold this one.
-            del these, calls
+            del calls
         return total.result()
 
     def _bind(
@@ -470,7 +457,7 @@ class Function:
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
         # Three cheap questions: a plain call outside of any trace has nothing to refuse.
-        if call or ASKS or current_trace() is not None:
+        if call or surroundings() is not None:
             self._refuse(call)
         if type(options.num_slices) is not int or options.num_slices < 1:
             check_slices(options.num_slices, self.name)
@@ -480,16 +467,16 @@ class Function:
         return self._binder.bind(args, kwargs)
 
     def _refuse(self, call: str = "") -> None:
-        if ASKS and get_ident() in ASKS:
+        inside = surroundings()
+        if isinstance(inside, ItemAsked):
             raise SynkError(
                 f"{self.name}: it is called while synk.resume asks for an item. A start after a fault asks for the "
                 f"first items again, and their calls would train again. Put synk.resume inside: `for batch in "
                 f"tqdm(synk.resume(batches, ...)): {self.name}(...)`."
             )
-        current = current_trace()
-        if current is not None:
+        if inside is not None:
             raise SynkError(
-                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
+                f"{inside.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
                 f"{self._spec.inside or f'Call {self.name}.fn there.'}"
             )
         # A plain call composes with transformations of JAX. A loop, a check or a report has effects, which a trace

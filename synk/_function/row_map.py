@@ -126,7 +126,7 @@ class RowMap(Function):
         has_same = any(op.name == "same" for op in jax.tree.leaves(self._spec.ops))
         return rest, partial(deal, costs, num_slices=kwargs.get("num_slices", 1 if has_same else None), name=self.name)
 
-    def _run(self, member: str, args: Arguments, kwargs: Options, *others: str) -> tuple[Any, Dealt]:
+    def _run_dealt(self, member: str, args: Arguments, kwargs: Options, *others: str) -> tuple[Any, Dealt]:
         """Run a member with the rows of its call dealt, if that saves something."""
         rest, deal_batch = self._deal(args, kwargs, others)
         dealt = deal_batch(rest.get("batch"))
@@ -140,7 +140,7 @@ class RowMap(Function):
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         if "cost" not in kwargs:
             return Function.__call__(self, *args, **kwargs)
-        result, dealt = self._run("__call__", args, kwargs)
+        result, dealt = self._run_dealt("__call__", args, kwargs)
         self._note(dealt)
         return result
 
@@ -149,13 +149,13 @@ class RowMap(Function):
 
     @public_api
     def check(self, *args: Any, **kwargs: Any) -> None:
-        return self._run("check", args, kwargs)[0] if "cost" in kwargs else Function.check(self, *args, **kwargs)
+        return self._run_dealt("check", args, kwargs)[0] if "cost" in kwargs else Function.check(self, *args, **kwargs)
 
     @public_api
     def explain(self, *args: Any, **kwargs: Any) -> "Explanation":
         if "cost" not in kwargs:
             return Function.explain(self, *args, **kwargs)
-        explanation, dealt = self._run("explain", args, kwargs, "run")
+        explanation, dealt = self._run_dealt("explain", args, kwargs, "run")
         return replace(explanation, replica_imbalance=dealt.imbalance[0], slice_imbalance=dealt.imbalance[1])
 
     @public_api

@@ -1,37 +1,28 @@
-"""Iterate: pick the rows of each batch, send them while the call before runs, and call a function with them."""
+"""Iterate: make the calls of a loop over batches, which pick rows of its arguments."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from copy import deepcopy
 from itertools import islice
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
 from .._base.errors import public_api, shown, warn
-from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow, too_large
+from .._base.pytree import as_keys, is_prng_key
 from .._call.binding import BoundArguments, CallOptions
 from .._call.leaves import check_leaves, recognise_leaves, spec_of_part
 from .._call.rows import common_rows
 from .._call.spec import FunctionSpec, Stats
-from .._data.dataset import Data, Hold, source_of
-from .._data.process_rows import ProcessLocalRows
-from .._data.selection import Selection, select
-from .._data.sources import copied, is_in_memory
-from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
+from .._data.dataset import Data
 from .._runtime.group import Group
 from .._variables.variable import Shared
 from .minibatches import Minibatches, behind_bar
 from .prefetch import check_iterable
+from .waiting import Waiting
 
 T = TypeVar("T")
 
 _END = object()
-# Batches that a loop keeps as they are.
-_NEVER_CHANGE = (slice, int, range, type(None))
-
-# Threads in which `synk.resume` asks for an item that is not synk's to make, for which nothing may be computed.
-ASKS: set[int] = set()
 
 
 class PerBatch:
@@ -86,126 +77,12 @@ def each(values: Iterable[Any]) -> Any:
     return PerBatch(values)
 
 
-class LoopCall(NamedTuple):
-    """One call of a loop: its arguments, and the rows that it picks from them, as in a call.
-
-    Attributes:
-      num_slices: the slices of a call whose rows were dealt by cost; None for those that the loop has.
-    """
-
-    arguments: BoundArguments
-    batch: Any = None
-    num_slices: Any = None
-
-    @property
-    def leaves(self) -> list[Any]:
-        return self.arguments.leaves
-
-
-class Picker:
-    """Picker of the rows of calls that are taken early, whose arguments differ in values alone."""
-
-    def __init__(self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group) -> None:
-        self._function, self._group, self._spec = function, group, bound.spec
-        leaves, parts = recognise_leaves(bound, function.name, group)
-        specs = [spec_of_part(part) for part in parts]
-        check_leaves(bound.spec, specs, function.name)
-        scattered, sources = [specs[at] for at in bound.spec.scattered], [leaves[at] for at in bound.spec.scattered]
-        self._keys, self._dtypes = [leaf.key for leaf in scattered], [narrow(leaf.raw.dtype) for leaf in scattered]
-        self._of_variables = {at: leaves[at] for at in bound.spec.scattered if specs[at].is_variable}
-        self.picked = [i for i, leaf in enumerate(scattered) if not leaf.is_minibatch]
-        # Rows on the host are picked early, as the call would pick them. Rows on the devices are picked by the call,
-        # which gets the batch.
-        self._early = [i for i in self.picked if not _is_on_devices(sources[i], group)]
-        self._has_all = len(self._early) == len(self.picked)
-        # Parts of slices, and parts with neighbours, begin elsewhere than the equal parts in which rows are sent early.
-        self._is_cut = [options.num_slices == 1 and overlap is None for overlap in bound.spec.overlaps]
-        # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
-        self._meets_others = group._is_multi_process and any(leaf.kind == "local" for leaf in scattered)
-        common_rows(function.name, bound.spec.scattered_names, sources, self.picked, self._meets_others)
-
-    def take_early(self, call: LoopCall) -> LoopCall:
-        """Pick the rows of a call that is not due yet. Keep its batch: the source may write the next one there."""
-        if self._early:
-            try:
-                return self._pick(call)
-            except Exception:
-                # The call tells the other processes.
-                if not self._meets_others:
-                    raise
-        return call if type(call.batch) in _NEVER_CHANGE else call._replace(batch=_kept(call.batch))
-
-    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
-        """Keep a call of a list while the next one is asked for. `is_alone`: no code of the user's runs then."""
-        # The rows of a list are sent together, as one block for each argument. They are picked now if they may be
-        # written to, or come from a file.
-        self._is_cut = [False for _ in self._is_cut]
-        leaves = [call.arguments.leaves[self._spec.scattered[i]] for i in self._early]
-        is_there = all(is_in_memory(source_of(x) if isinstance(x, Data) else x) for x in leaves if hasattr(x, "shape"))
-        return call._replace(batch=_kept(call.batch)) if is_alone and is_there else self.take_early(call)
-
-    def _pick(self, call: LoopCall) -> LoopCall:
-        start, name, at, batch = perf_counter(), self._function.name, 0, call.batch
-        scattered, names, leaves = self._spec.scattered, self._spec.scattered_names, [*call.leaves]
-        sources = [self._of_variables.get(at, leaves[at]) for at in scattered]
-        rows = common_rows(name, names, sources, self.picked, self._meets_others)
-        selection = self._select(batch, rows, self.picked[0])
-        try:
-            for at in self._early:
-                leaves[scattered[at]] = self._rows_of(sources[at], at, batch, selection)
-        except OverflowError as error:
-            raise too_large(f"{name}: argument {names[at]}", error) from None
-        self._function.stats.sending += perf_counter() - start
-        if self._has_all:
-            of_rows = BoundArguments(self._spec, leaves, selection.with_copied_indexes())
-            return call._replace(arguments=of_rows, batch=None)
-        return call._replace(arguments=BoundArguments(self._spec, leaves), batch=_kept(batch))
-
-    def _select(self, batch: Any, rows: int, i: int) -> Selection:
-        if batch is None or not rows:
-            return Selection(None, 0, rows)
-        return select(batch, rows, self._function.name, self._spec.scattered_names[i], is_part=self._meets_others)
-
-    def _rows_of(self, leaf: Any, i: int, batch: Any, selection: Selection) -> Any:
-        key, dtype = self._keys[i], self._dtypes[i]
-        if isinstance(leaf, ProcessLocalRows):
-            return ProcessLocalRows(gather_rows(leaf.source, self._select(batch, leaf.shape[0], i), dtype))
-        source = source_of(leaf) if isinstance(leaf, Data) else leaf if key is None else as_data(leaf)
-        rows = place_rows_ahead(self._group, source, selection, dtype, is_cut=self._is_cut[i])
-        # The call gets the batch for the rows on the devices, and must not pick from these rows again.
-        if not self._has_all:
-            return Data(rows, self._spec.scattered_names[i], minibatch=True, key=key)
-        return rows if key is None else as_keys(rows, key)
-
-
-def recognised(bound: BoundArguments, name: str, group: Group) -> tuple[BoundArguments, list[Any]]:
-    """Recognise the arguments of all calls of a loop at once. Return also what calls of one kind have in common."""
-    leaves, parts = recognise_leaves(bound, name, group)
-    if leaves is bound.leaves:
-        return bound, parts
-    # A variable stays in its place: each call takes the rows that it has then.
-    leaves = [old if isinstance(old, Shared) else new for old, new in zip(bound.leaves, leaves, strict=True)]
-    return BoundArguments(bound.spec, leaves), parts
-
-
-def _kept(batch: Any) -> Any:
-    """Copy a batch, unless it never changes."""
-    return batch if type(batch) in _NEVER_CHANGE else deepcopy(batch)
-
-
-def _is_on_devices(source: Any, group: Group) -> bool:
-    if isinstance(source, Data):
-        return source._home.layout is not None or not can_go_ahead(group, source_of(source))
-    return not can_go_ahead(group, source)
-
-
 class Batches:
     """The arguments of a loop, from which each batch picks rows.
 
     Attributes:
-      picker: what picks the rows of calls that are taken early.
-      hold: what refuses writes to data that waiting calls read.
       note_order: what is told each batch.
+      has_values: whether `synk.each` gives batches values.
     """
 
     note_order: Callable[[Any], None]
@@ -216,42 +93,34 @@ class Batches:
         self._name, self._stats = name, function.stats
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         self._deals = {i: bound.leaves[i].deal for i in self._values if bound.leaves[i].deal is not None}
+        self.has_values = bool(self._values)
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
-        self._bound, _ = recognised(with_numbers, function.name, group)
-        self.picker = Picker(function, with_numbers, options, group)
-        self.hold = Hold(name, [leaf for leaf in bound.leaves if isinstance(leaf, Data)])
+        leaves, parts = recognise_leaves(with_numbers, function.name, group)
+        specs = [spec_of_part(part) for part in parts]
+        check_leaves(bound.spec, specs, function.name)
+        sources = [leaves[at] for at in bound.spec.scattered]
+        picked = [i for i, at in enumerate(bound.spec.scattered) if not specs[at].is_minibatch]
+        # Each process brings its own rows. A process without rows must not leave the others.
+        meets_others = group._is_multi_process and any(specs[at].kind == "local" for at in bound.spec.scattered)
+        common_rows(function.name, bound.spec.scattered_names, sources, picked, meets_others)
+        if not picked:
+            raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
+        # A variable stays in its place: each call takes the rows that it has then.
+        pairs = zip(with_numbers.leaves, leaves, strict=True)
+        self._bound = bound._replace(leaves=[old if isinstance(old, Shared) else new for old, new in pairs])
 
-    def calls(self, batches: Iterable[Any]) -> Generator[LoopCall]:
+    def calls(self, batches: Iterable[Any], options: CallOptions) -> Generator[Waiting]:
         """Yield the call of each batch, when it is asked for."""
-        hold = self.hold
-        try:
-            for batch in Timed(batches, self._stats):
-                self.note_order(batch)
-                arguments, num_slices = self._bound, None
-                if self._values:
-                    values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
-                    for i, deal in self._deals.items():
-                        batch, num_slices, values[i] = deal(batch)
-                    arguments = _with_values(arguments, values)
-                hold.is_source_asked = False
-                yield LoopCall(arguments, batch, num_slices)
-                # The source may write to rows that are picked already.
-                hold.is_source_asked = True
-        finally:
-            hold.is_source_asked = False
-
-    def take_early(self, call: LoopCall) -> LoopCall:
-        """Pick the rows of a call that is not due yet, as far as they lie on the host."""
-        return self.picker.take_early(self._with_own_values(call) if self._values else call)
-
-    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
-        """Keep a call of a list while the next one is asked for; `is_alone` tells that no code of the user's runs."""
-        return self.picker.keep(self._with_own_values(call) if self._values else call, is_alone)
-
-    def _with_own_values(self, call: LoopCall) -> LoopCall:
-        # The owner of a value of `synk.each` may write the following one there.
-        values = {i: copied(call.arguments.leaves[i]) for i in self._values}
-        return call._replace(arguments=_with_values(call.arguments, values))
+        lent, subset = tuple(self._values), options.output_subset
+        for turn, batch in enumerate(Timed(batches, self._stats)):
+            self.note_order(batch)
+            bound, slices = self._bound, options.num_slices
+            if self._values:
+                values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
+                for i, deal in self._deals.items():
+                    batch, slices, values[i] = deal(batch)
+                bound = _with_values(bound, values)
+            yield Waiting(bound, CallOptions(batch, None, slices, subset, turn), lent)
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
@@ -295,10 +164,7 @@ def check_batches(
 ) -> Batches:
     check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
     bound = bound._replace(leaves=_values_left(batches, bound, name))
-    rows = Batches(function, bound, options, group, name)
-    if not rows.picker.picked:
-        raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
-    return rows
+    return Batches(function, bound, options, group, name)
 
 
 def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
@@ -321,19 +187,6 @@ def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
         if start and have == start + left:
             leaves[i] = PerBatch(islice(leaves[i].values, start, None))
     return leaves
-
-
-# `numbers` gives a call its number in the loop, which messages name.
-def launch(
-    run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
-) -> PyTree:
-    """Run a call of a loop that is due. `numbers` gives its number in the loop, for messages."""
-    return run(*due_call(options, numbers, call))
-
-
-def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
-    num_slices = call.num_slices or options.num_slices
-    return call.arguments, CallOptions(call.batch, None, num_slices, options.output_subset, next(numbers))
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:

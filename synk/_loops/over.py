@@ -16,20 +16,10 @@ import numpy as np
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
 from .._call.compiler import Compiler, RunsAlone
-from .._call.execute import (
-    ReadyCall,
-    check_variables,
-    flags_of,
-    leaves_taken,
-    rows_taken,
-    run,
-    values_of,
-    values_of_calls,
-)
-from .._call.kinds import check_row_count, start
+from .._call.execute import check_variables, flags_of, launch, leaves_taken, run, values_of_calls
+from .._call.feed import Fed, check_row_count, rows_taken, values_of
 from .._call.parts import MOST_ROWS, split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
-from .._call.rows import Rows
 from .._call.spec import Repeat
 from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
@@ -38,7 +28,8 @@ from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .per_launch import Call, Several, start_calls
+from .per_launch import launch_several
+from .waiting import Waiting
 
 # Arrays that one launch returns, with entries of rows or parts, and the number of rows of each replica.
 _Launched = tuple[tuple[int, ...], list[jax.Array]]
@@ -57,7 +48,7 @@ class Accumulation:
         self._function = replace(function, is_over=True)
         self._site = site._replace(function=self._function)
         # The first call gives the outputs of all, and the states of variables that all batches must find.
-        self._first: ReadyCall | None = None
+        self._first: CallPlan | None = None
         self._states: dict[Shared, VariableState] = {}
         self._sums: list[jax.Array] = []
         # Launches of batches whose entries are on their way to the host, and entries that are there, by states.
@@ -66,9 +57,9 @@ class Accumulation:
         self._batches = self._rows = self._parts = 0
         self._has_rows = np.zeros(site.group.size, bool)
 
-    def add(self, calls: Sequence[Call], repeat: Repeat) -> None:
+    def add(self, calls: Sequence[Waiting], repeat: Repeat) -> None:
         """Run more batches, all by one program if that can be."""
-        if any(calls[0][0].spec.overlaps):
+        if any(calls[0].bound.spec.overlaps):
             raise ValueError(
                 f"{self._function.name}.over: rows at the ends of batches have neighbours in others (synk.Overlap), "
                 f"which over runs apart. Call the function on all rows."
@@ -80,15 +71,16 @@ class Accumulation:
             while len(self._under_way) > repeat.most:
                 self._fetch_oldest()
 
-    def _start(self, calls: Sequence[Call], repeat: Repeat) -> int:
+    def _start(self, calls: Sequence[Waiting], repeat: Repeat) -> int:
         """Start the programs of the first batch, or a program of several. Return of how many."""
         if repeat.most > 1:
             with suppress(RunsAlone):
-                return len(start_calls(self._site, calls, repeat, self._run_several)[0])
-        start(self._site, *calls[0], self._run)
+                feds = (call.due(self._site) for call in calls)
+                return len(launch_several(feds, len(calls), repeat, self._run_several)[0])
+        launch(calls[0].due(self._site), self._run)
         return 1
 
-    def _run(self, ready: ReadyCall) -> None:
+    def _run(self, ready: Fed) -> None:
         lengths, reads, rows = ready.rows.lengths or (), self._begin(ready), rows_taken(ready)
         launched: list[_Launched] = []
         for parts in split_into_launches(lengths, ready.num_slices):
@@ -98,11 +90,12 @@ class Accumulation:
             self._note(parts)
         self._count(launched, lengths)
 
-    def _run_several(self, ready: ReadyCall, calls: Several, repeat: Repeat) -> list[None]:
+    def _run_several(self, calls: Sequence[Fed], repeat: Repeat) -> list[None]:
         """Launch a program of several batches, which adds to the sums."""
+        ready = calls[0]
         lengths, reads = ready.rows.lengths or (), self._begin(ready, len(calls))
         parts, rows = split_into_launches(lengths, 1)[0], sum(lengths)
-        values, tables = values_of_calls(ready, calls, repeat), [self._table(ready, parts, self._rows)]
+        values, tables = values_of_calls(calls, repeat), [self._table(ready, parts, self._rows)]
         self._note(parts)
         # After the first batch is noted: replicas that have rows in it have rows in all batches of the list.
         tables += [self._table(ready, parts, self._rows + i * rows) for i in range(1, repeat.most)]
@@ -113,7 +106,7 @@ class Accumulation:
             self._count([(parts.counts, results[i * count : (i + 1) * count])], lengths)
         return [None for _ in calls]
 
-    def _begin(self, ready: ReadyCall, batches: int = 1) -> list[list[jax.Array]]:
+    def _begin(self, ready: Fed, batches: int = 1) -> list[list[jax.Array]]:
         """Check that batches go with those before. Return the leaves of variables that their programs take."""
         plan, lengths = ready.plan, ready.rows.lengths
         assert lengths is not None and plan.start is not None
@@ -122,16 +115,13 @@ class Accumulation:
         self._check(ready, states, batches * sum(lengths))
         if self._first is None:
             self._sums = run(self._function.name, plan.start, [])
-            # The rows of the first batch need not stay in memory.
-            self._first, self._states = ready._replace(rows=Rows((), (), (), None), broadcast=[]), states
+            self._first, self._states = ready.plan, states
         return leaves_taken(ready, states, plan.reads[0])
 
     def _note(self, parts: PartRows) -> None:
         self._has_rows |= np.array(parts.counts) > 0
 
-    def _add(
-        self, ready: ReadyCall, program: Executable, reads: list[list[jax.Array]], values: list[Any]
-    ) -> list[jax.Array]:
+    def _add(self, ready: Fed, program: Executable, reads: list[list[jax.Array]], values: list[Any]) -> list[jax.Array]:
         """Launch a program that adds to the sums. Return the entries of rows and parts that it has made."""
         results = run(self._function.name, program, [*reads, self._sums, values])
         num_sums = len(_compiler(ready.plan).carry)
@@ -151,25 +141,25 @@ class Accumulation:
     def _fetch_oldest(self) -> None:
         """Wait for the entries of the oldest batch under way, and list them in row order: by replica, then by slice."""
         assert self._first is not None
-        launched, compiler, ranks = self._under_way.popleft(), _compiler(self._first.plan), range(self._site.group.size)
+        launched, compiler, ranks = self._under_way.popleft(), _compiler(self._first), range(self._site.group.size)
         with translate_peer_errors(self._site.group):
             for at, i in enumerate(compiler.kept):
                 most = None if compiler.states.reductions[i].has_row_entries else 1
                 stacked = [(np.asarray(arrays[at]), counts) for counts, arrays in launched]
                 self._entries[i] += [a[rank, : counts[rank]][:most] for rank in ranks for a, counts in stacked]
 
-    def _table(self, ready: ReadyCall, parts: PartRows, first_row: int) -> tuple[Any, ...]:
+    def _table(self, ready: Fed, parts: PartRows, first_row: int) -> tuple[Any, ...]:
         """Return the table of parts for one launch of a batch whose first row has this number."""
         first_row = first_row if _compiler(ready.plan).uses_rank else 0
         return table_of_batch(parts, ready.rows.lengths or (), first_row, tuple(self._has_rows.tolist()))
 
-    def _place_table(self, ready: ReadyCall, table: tuple[Any, ...]) -> jax.Array:
+    def _place_table(self, ready: Fed, table: tuple[Any, ...]) -> jax.Array:
         # Numbers of rows are others in each launch but the first of one batch.
         if (self._rows or ready.call.repeat) and _compiler(ready.plan).uses_rank:
             return put(ready.group, np.array(table, np.int32), "replicated")
         return constant(ready.group, "replicated", table, "int32")
 
-    def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
+    def _check(self, ready: Fed, states: dict[Shared, VariableState], rows: int) -> None:
         """Check that a batch finds the values, and gives the shapes, that the first batch had."""
         name, new = ready.function.name, _compiler(ready.plan)
         if self._rows + rows > MOST_ROWS and (new.uses_rank or any(m.is_gathered for m in new.traced.outputs.merges)):
@@ -187,7 +177,7 @@ class Accumulation:
                     f"{name}.over: {variable.name} {change} between two batches, but all of them make one answer. Do "
                     f"that before or after."
                 )
-        old = _compiler(self._first.plan)
+        old = _compiler(self._first)
         combined = [old.traced.outputs.leaves[i] for i in old.traced.combined]
         for leaf, a, b in zip(combined, old.shapes, new.shapes, strict=False):
             if (a.dtype, _entry_shape(leaf, a)) != (b.dtype, _entry_shape(leaf, b)):
@@ -203,23 +193,23 @@ class Accumulation:
             )
 
     def result(self) -> PyTree:
-        ready, rows = self._first, self._rows
-        if ready is None:
-            raise ValueError(f"{self._function.name}.over: there was no batch. An answer needs at least one row.")
-        plan, compiler, name = ready.plan, _compiler(ready.plan), self._function.name
+        plan, rows, name, group = self._first, self._rows, self._function.name, self._site.group
+        if plan is None:
+            raise ValueError(f"{name}.over: there was no batch. An answer needs at least one row.")
+        compiler = _compiler(plan)
         # Of all rows together: a single batch may have fewer than a statistic such as top_k needs.
         check_row_count(name, plan.least_rows, (rows,))
         outputs = self._joined(compiler)
         made = [i for i in plan.result.picked if outputs[i] is None]
         if made:
-            for i, whole in zip(made, self._combined(ready, made), strict=True):
+            for i, whole in zip(made, self._combined(plan, made), strict=True):
                 outputs[i] = whole
         values = [outputs[i] for i in plan.result.picked]
         if self._function.refuses_nan and not all(map(is_finite, values)):
             raise FloatingPointError(f"{name}.over: its outputs are not finite.")
         self._function.stats.calls += 1
         keys = zip(values, plan.result.keys, strict=True)
-        return plan.result.tree([put(ready.group, value, "replicated") if key else value for value, key in keys])
+        return plan.result.tree([put(group, value, "replicated") if key else value for value, key in keys])
 
     def _joined(self, compiler: Compiler) -> list[Any]:
         """Make the outputs of the entries of all batches, in NumPy's arrays; None stands for all others."""
@@ -234,10 +224,10 @@ class Accumulation:
         # A view of a part that came from a device is read-only, and results of a call are the user's to change.
         return [None if whole is None else np.require(whole, requirements="W") for whole in wholes]
 
-    def _combined(self, ready: ReadyCall, made: list[int]) -> list[jax.Array]:
-        group, compiler = ready.group, _compiler(ready.plan)
+    def _combined(self, plan: CallPlan, made: list[int]) -> list[jax.Array]:
+        group, compiler = self._site.group, _compiler(plan)
         with LOCK:
-            program = self._site.plans.kept(group, ("over", ready.plan), lambda: compiler.compile_over(made))
+            program = self._site.plans.kept(group, ("over", plan), lambda: compiler.compile_over(made))
             rows = constant(group, "replicated", self._rows, jnp.result_type(float).name)
             # A replica without any row has sums of nothing, which "max" or a mean must not count.
             present = constant(group, "replicated", tuple(self._has_rows.tolist()), "bool")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from types import GeneratorType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import numpy as np
@@ -16,31 +16,22 @@ import numpy as np
 from .._base.errors import SynkError, checked_integer, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import SCALARS, PyTree, named, narrow
-from .._data.selection import Selection
 from .._data.sources import as_source
-from .._data.transfer import PickedRows, can_go_ahead, place_rows_ahead
+from .._data.transfer import can_go_ahead, rows_ahead
 from .._runtime.group import Group, current_group
-from .._runtime.layout import put
 from .minibatches import behind_bar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Stopped(Exception):
-    """An error behind results, perhaps none, that the loop is to see before it."""
-
-    def __init__(self, results: list[Any], error: BaseException) -> None:
-        self.results, self.error = results, error
-
-
 class Prefetch(Iterator[R], Generic[T, R]):
     """An iterator of results that takes items of its source early; made by `synk.prefetch` and `f.iterate`.
 
     `next` launches the call of one item. While the call runs, `next` takes the following items from the source and
-    sends their rows. An item that is due as soon as it is taken is launched as it is. The source is asked on the thread
-    of the loop. An error of the source is raised when the loop comes to its item. Leaving the loop, `close()` or the
-    end of a `with` block drops the items taken early. `len` gives the number of items, if the source has a `len`.
+    sends their rows. The source is asked on the thread of the loop. An error of the source is raised when the loop
+    comes to its item. Leaving the loop, `close()` or the end of a `with` block drops the items taken early. `len` gives
+    the number of items, if the source has a `len`.
 
     Attributes:
       waiting: the items that were taken early.
@@ -53,27 +44,18 @@ class Prefetch(Iterator[R], Generic[T, R]):
       (2, [0.0, 4.0])
     """
 
+    gives_lists = False
+
     def __init__(
-        self,
-        source: Iterable[Any],
-        items: Iterable[T],
-        launch: Callable[[T], R],
-        size: int,
-        name: str,
-        refuse: Callable[[], None],
-        *,
-        take_early: Callable[[T], T] | None = None,
+        self, source: Iterable[Any], items: Iterable[Any], size: int, name: str, refuse: Callable[[], None]
     ) -> None:
-        """Give what `launch` returns for each item, and take up to `size` of them early."""
+        """Take up to `size` items early."""
         # `source` is what the items are made of, and has their number. `name` is what messages call the option `size`.
-        # `refuse` raises where no item may be asked for, as in a trace. `take_early` makes an item ready to wait until
-        # it is due.
+        # `refuse` raises where no item may be asked for, as in a trace.
         self.waiting = deque[T]()
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
-        self._launch, self._refuse, self._early = launch, refuse, take_early
-        self._items: Iterator[T] | None = iter(items)
-        # Whether items are lists of calls, of which those that are left out are counted one by one.
-        self.gives_lists = hasattr(items, "leave_out")
+        self._refuse = refuse
+        self._items: Iterator[Any] | None = iter(items)
         self._error: BaseException | None = None
         self._length = length(source)
         # Named until the loop begins: a loop that nobody asks for results has run nothing, which is most often a
@@ -106,32 +88,23 @@ class Prefetch(Iterator[R], Generic[T, R]):
                 finally:
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
-            try:
-                result = self._launch(waiting.popleft())
-            except Stopped as stopped:
-                if not stopped.results:
-                    raise stopped.error from None
-                self.close()
-                self._error = stopped.error
-                return stopped.results  # type: ignore[return-value]  # what `launch` would have returned
+            result = self._launch(waiting.popleft())
+            self._launched()
             # After the launch, so that the rows of the next items are sent while this call runs.
             for _ in range(self._size - len(waiting)):
-                self._take_item(early=True)
+                self._take_item(is_early=True)
             return result
         except BaseException:
             # Ctrl-C too: a loop that went on would miss the item that was under way.
             self.close()
             raise
 
-    def _take_item(self, early: bool = False) -> None:
+    def _take_item(self, is_early: bool = False) -> None:
         """Take one more item; keep an error until the loop comes to its item."""
         if self._items is None:
             return
         try:
-            item = next(self._items)
-            if early and self._early is not None:
-                item = self._early(item)
-            self.waiting.append(item)
+            self.waiting.append(self._next(self._items, is_early))
         # At once: an error that is kept would come an item later, or never.
         except KeyboardInterrupt:
             raise
@@ -140,21 +113,34 @@ class Prefetch(Iterator[R], Generic[T, R]):
         except BaseException as error:
             self._items, self._error = None, error
 
+    def _next(self, items: Iterator[Any], is_early: bool) -> T:
+        """Ask for an item, which waits until it is due if it is early."""
+        return next(items)
+
+    def _launch(self, item: T) -> R:
+        """Return the result of an item that is due."""
+        return cast(R, item)
+
+    def _launched(self) -> None:
+        """Look at the items that wait: an item was launched, and the source is asked next."""
+
     def leave_out(self, n: int) -> tuple[int, int]:
         """Leave out the first n results. Return how many of them there were, and how many items they make."""
+        there = sum(1 for _ in islice(self._before_first(), n))
+        self._length = None if self._length is None else self._length - there
+        return there, there
+
+    def _before_first(self) -> Iterator[Any]:
+        """Return the source of a loop that has not begun, which begins here."""
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
-        left: Any = self._items
-        there, items = left.leave_out(n) if self.gives_lists else (sum(1 for _ in islice(left, n)),) * 2
         self._unused_call = ""
-        if self._length is not None:
-            self._length = len(left) if self.gives_lists else self._length - items
-        return there, items
+        return self._items
 
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""
         self._unused_call = ""
-        self._items = self._early = self._error = None
+        self._items = self._error = None
         self.waiting.clear()
 
     def __enter__(self) -> Prefetch[T, R]:
@@ -219,7 +205,7 @@ def prefetch(
         return _place_batch(group, transformed)
 
     check_iterable(iterator, "synk.prefetch: iterator", "batches")
-    return Prefetch(iterator, map(prepare, iterator), lambda tree: tree, size, "synk.prefetch: size", _refuse_trace)
+    return Prefetch(iterator, map(prepare, iterator), size, "synk.prefetch: size", _refuse_trace)
 
 
 def _refuse_trace() -> None:
@@ -254,7 +240,6 @@ def _place_batch(group: Group, tree: PyTree) -> PyTree:
         if not can_go_ahead(group, source):
             return leaf
         with named(f"synk.prefetch: {name}"):
-            placed = place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
-            return put(group, placed, "rows") if isinstance(placed, PickedRows) else placed
+            return rows_ahead(group, source, narrow(source.dtype))
 
     return jax.tree_util.tree_map_with_path(place, tree)

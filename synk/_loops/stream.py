@@ -1,36 +1,33 @@
-"""Stream: take the arguments of each call from a loader, and send their rows while the call before runs."""
+"""Stream: make the calls of a loop over a loader, whose items bring the arguments."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count
 from operator import is_
 from typing import Any
 
 from .._base.pytree import is_prng_key
 from .._call.binding import ArgumentBinder, BoundArguments, CallOptions
 from .._call.spec import FunctionSpec
-from .._data.dataset import Hold
-from .._data.sources import copied
-from .._runtime.group import Group
-from .iterate import LoopCall, PerBatch, Picker, Timed, recognised, warn_of_keys
+from .iterate import PerBatch, Timed, warn_of_keys
 from .prefetch import check_iterable
+from .waiting import Waiting
 
 
 class Items:
     """Maker of the calls of a loop over a source, whose items bring the arguments; `name` is for messages."""
 
-    def __init__(
-        self, function: FunctionSpec, binder: ArgumentBinder, options: CallOptions, group: Group, name: str
-    ) -> None:
-        self._function, self._binder, self._options, self._group, self._name = function, binder, options, group, name
-        self.hold, self._last_keys = Hold(name), list[Any]()
-        # The picker of the last item, for items of the same kind.
-        self._picker: Picker | None = None
-        self._kind: Any = None
+    has_values = False
 
-    def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
+    def __init__(self, function: FunctionSpec, binder: ArgumentBinder, name: str) -> None:
+        self._function, self._binder, self._name, self._last_keys = function, binder, name, list[Any]()
+
+    def calls(self, source: Iterable[Any], options: CallOptions) -> Iterator[Waiting]:
+        """Yield the call of each item, when it is asked for."""
         check_iterable(source, f"{self._name}: its source", "arguments, e.g. a data loader")
-        return map(self._call, Timed(source, self._function.stats))
+        return map(partial(self._call, options), count(), Timed(source, self._function.stats))
 
-    def _call(self, item: Any) -> LoopCall:
+    def _call(self, options: CallOptions, turn: int, item: Any) -> Waiting:
         bound, name = _bind(self._binder, item), self._name
         keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
         # The same object, not an equal one: a loader that draws keys may draw equal ones by a seed of its own choice.
@@ -43,28 +40,11 @@ class Items:
                     f"{name}: argument {argument} is synk.each, which gives a value for each batch of iterate or over. "
                     f"Put the value itself into each item."
                 )
-        return LoopCall(bound)
+        return Waiting(bound, options._replace(turn=turn), range(len(bound.leaves)))
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
         return tuple(range(len(bound.spec.broadcast)))
-
-    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
-        """Copy the arguments of a call of a list: the loader may write its next item where this one lies."""
-        bound = call.arguments
-        return LoopCall(bound._replace(leaves=[copied(leaf) for leaf in bound.leaves]))
-
-    def take_early(self, call: LoopCall) -> LoopCall:
-        """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""
-        given, group = call.arguments, self._group
-        # Rows are copied when they are picked.
-        for i in given.spec.broadcast:
-            given.leaves[i] = copied(given.leaves[i])
-        bound, parts = recognised(given, self._function.name, group)
-        kind = bound.spec, parts
-        if self._picker is None or kind != self._kind or group._is_multi_process:
-            self._picker, self._kind = Picker(self._function, given, self._options, group), kind
-        return self._picker.take_early(LoopCall(bound))
 
 
 def _bind(binder: ArgumentBinder, item: Any) -> BoundArguments:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from threading import get_ident
 from typing import Any, cast
 
 import numpy as np
 
-from .._loops.iterate import ASKS
+from .._tracing.context import asking_for_item
 
 _END = object()
 
@@ -49,11 +48,8 @@ def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int, int]:
 def _computing_nothing(items: Iterator[Any]) -> Iterator[Any]:
     """Yield items that call no synk function: where a run goes on, the items before are asked for again."""
     while True:
-        ASKS.add(get_ident())
-        try:
+        with asking_for_item():
             item = next(items, _END)
-        finally:
-            ASKS.discard(get_ident())
         if item is _END:
             return
         yield item

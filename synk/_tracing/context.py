@@ -197,13 +197,32 @@ def _is_of_nnx(node: Any) -> bool:
     return type(node).__module__.startswith("flax.nnx")
 
 
+class ItemAsked:
+    """Stands for `synk.resume` while it asks for an item that is not synk's to make, for which nothing may be computed."""
+
+
+def surroundings() -> TraceContext | ItemAsked | None:
+    """Return what this thread is in, where calls are refused."""
+    return getattr(_local, "inside", None)
+
+
 def current_trace() -> TraceContext | None:
-    return getattr(_local, "context", None)
+    inside = getattr(_local, "inside", None)
+    return inside if isinstance(inside, TraceContext) else None
+
+
+@contextmanager
+def asking_for_item() -> Generator[None]:
+    before, _local.inside = surroundings(), ItemAsked()
+    try:
+        yield
+    finally:
+        _local.inside = before
 
 
 @contextmanager
 def tracing(context: TraceContext) -> Generator[None]:
-    before, _local.context = current_trace(), context
+    before, _local.inside = surroundings(), context
     try:
         with ExitStack() as stack:
             # JAX's caches of inner functions have this user context in their keys. A fresh one for each trace keeps an
@@ -212,7 +231,7 @@ def tracing(context: TraceContext) -> Generator[None]:
             context.forget_traces()
             yield
     finally:
-        _local.context = before
+        _local.inside = before
 
 
 def stateless(name: str, advice: str) -> AbstractContextManager[None]:

@@ -13,15 +13,15 @@ from .._base.errors import public_api
 from .._base.units import seconds_text
 from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import RunsAlone
-from .._call.execute import Outcome, ReadyCall, execute_calls
-from .._call.kinds import prepare
+from .._call.execute import Outcome, execute_calls
+from .._call.feed import Fed, feed, prepare
 from .._call.plan import Site
 from .._call.spec import Repeat
 from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
 from .._check.serial import Runner
 from .._explain.explain import Rehearsal, copied_states, rehearse
-from .._loops.per_launch import Several, start_calls
+from .._loops.per_launch import launch_several
 from .._reductions.wire import WireName
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import translate_error, translate_peer_errors
@@ -112,7 +112,7 @@ class _Trial(NamedTuple):
     bound: BoundArguments
     options: CallOptions
 
-    def ready(self) -> ReadyCall:
+    def ready(self) -> Fed:
         with LOCK:
             return prepare(self.site, self.bound, self.options)
 
@@ -235,9 +235,9 @@ class Tuner:
             return "", "", "not tried: no time is left"
         times, best = list[float](), [self._best.run().seconds for _ in range(_FEWEST)]
 
-        def run(ready: ReadyCall, calls: Several, repeat: Repeat) -> list[Any]:
-            states, start = copied_states(ready), perf_counter()
-            results = jax.block_until_ready(execute_calls(ready, calls, repeat, states))
+        def run(calls: Sequence[Fed], repeat: Repeat) -> list[Any]:
+            states, start = copied_states(calls[0]), perf_counter()
+            results = jax.block_until_ready(execute_calls(calls, repeat, states))
             times.append((perf_counter() - start) / most)
             return results
 
@@ -246,7 +246,8 @@ class Tuner:
             for _ in range(1 + _FEWEST):
                 with LOCK, translate_peer_errors(self._group):
                     drain()
-                    start_calls(self._best.site, [self._best[2:]] * most, Repeat(most, ()), run)
+                    calls = (feed(*self._best[1:]) for _ in range(most))
+                    launch_several(calls, most, Repeat(most, ()), run)
         except RunsAlone as alone:
             return "", "", f"not tried: {alone}"
         return seconds_text(median(times[1:])), f"{median(times[1:]) / median(best):.3f}", "for iterate and stream"
