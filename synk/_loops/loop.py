@@ -15,7 +15,7 @@ from .._runtime.dispatch import LOCK
 from .iterate import Batches
 from .minibatches import Minibatches, behind_bar
 from .per_launch import is_alone
-from .prefetch import Prefetch
+from .prefetch import Prefetch, length
 from .stream import Items
 from .waiting import Waiting
 
@@ -52,6 +52,8 @@ class Loop(Prefetch[list[Waiting], Any]):
     ) -> None:
         """`sizes` are how many items or lists may be early, and how many calls a list has."""
         prefetch, per_launch = sizes
+        if per_launch is not None:
+            checked_integer(per_launch, f"{name}: per_launch", 1)
         super().__init__(source, items.calls(source, options), prefetch, f"{name}: prefetch", refuse)
         self._launcher, self._own = launcher, items.own
         # Data to which others than the source have written: calls that read it are fed at their turn from then on.
@@ -59,15 +61,14 @@ class Loop(Prefetch[list[Waiting], Any]):
         # Whether no code of the user's runs when the next call is asked for.
         self._is_alone = is_alone(source) and not items.has_values
         # Whether a program can run several calls in a row, as far as it is known.
-        self._repeats, self._most, self._epoch, self._at = True, 1, None, 0
+        self._repeats, self._most, self._epoch, self._at, self._left = True, 1, None, 0, self._length
         if per_launch is not None:
             self.gives_lists, order = True, behind_bar(source)
             if isinstance(order, Minibatches):
                 self._epoch, self._at = order.per_epoch, order.start
+            self._left = length(order)
             # A program costs as much to compile as it may have calls.
-            most = checked_integer(per_launch, f"{name}: per_launch", 1)
-            self._most = min(most, self._epoch or self._length or most)
-        self._left = self._length
+            self._most = min(per_launch, self._epoch or self._left or per_launch)
         self._length = self._count()
 
     def _count(self) -> int | None:
@@ -156,6 +157,11 @@ class Loop(Prefetch[list[Waiting], Any]):
                     # What the function does, and the options of the loop, are the same in all calls.
                     self._repeats = isinstance(alone, NotTogether)
             return [self._launcher.run(calls[0].due(site))], None
+
+    def close(self) -> None:
+        super().close()
+        # It has the arguments of the loop.
+        self._own = lambda bound: ()
 
     def _launched(self) -> None:
         """Feed calls again whose data the body of the loop has written to, before the source is asked."""
