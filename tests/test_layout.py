@@ -139,9 +139,9 @@ PRIVATE = {
     "_tune":
         "._bind ._has_one_device ._is_multi_process ._options ._peers ._plans ._site ._spec _base.errors.public_api "
         "_base.units.seconds_text _call.binding.BoundArguments _call.binding.CallOptions _call.execute.Outcome "
-        "_call.execute.ReadyCall _call.execute.execute_calls _runtime.executable.translate_error _call.kinds.prepare "
+        "_call.feed.Fed _call.feed.feed _call.execute.execute_calls _runtime.executable.translate_error _call.feed.prepare "
         "_call.plan.Site _call.compiler.RunsAlone _call.spec.Repeat "
-        "_loops.per_launch.Several _loops.per_launch.start_calls _check.check.check_wires _check.compare.Tolerance _check.compare.distance _check.serial.Runner "
+        "_loops.per_launch.launch_several _check.check.check_wires _check.compare.Tolerance _check.compare.distance _check.serial.Runner "
         "_explain.explain.Rehearsal _explain.explain.copied_states _explain.explain.rehearse "
         "_reductions.wire.WireName _runtime.dispatch.LOCK _runtime.dispatch.drain "
         "_runtime.executable.translate_peer_errors train.model.checked_number",

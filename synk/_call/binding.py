@@ -137,6 +137,8 @@ class ArgumentBinder:
         # A default array has a mode, like a given one: as a constant it would be whole on each replica.
         self._array_defaults = {p: a for p, a in _array_defaults(fn).items() if p not in self.static_names}
         self._specs = BoundedCache()
+        # The newest tree without static arguments, and its spec: warm calls hash no tree.
+        self._newest: tuple[Any, Any] = (jax.tree.structure(0), None)
 
     def mode(self, parameter: str) -> PyTree:
         """Return a parameter's mode ("scatter", "broadcast", "static", an Overlap) or its tree of modes."""
@@ -203,6 +205,7 @@ class ArgumentBinder:
         statics: dict[str, Any] = {}
         # Static arguments may be no trees.
         leaves, treedef = tree_flatten(() if self.static_names else (args, kwargs))
+        newest, spec = self._newest
         # A variable is bound by identity, so that the function can read and assign it.
         if self.static_names or Shared in map(type, leaves):
             statics = self._statics(args, kwargs)
@@ -210,6 +213,8 @@ class ArgumentBinder:
             static_keys = [(name, told_apart(value)) for name, value in statics.items()]
             args, kwargs = self._map(lambda name, value: None if name in statics else value, args, kwargs)
             leaves, treedef = tree_flatten((args, kwargs))
+        elif newest == treedef:
+            return BoundArguments(spec, leaves)
         spec = self._specs.get(
             (treedef, *static_keys), lambda: _LISTED if _has_list(treedef) else self._spec(treedef, statics)
         )
@@ -218,6 +223,8 @@ class ArgumentBinder:
             leaves, listed = tree_flatten(self._map(self._with_arrays, args, kwargs))
             key = (listed, *static_keys, *[_LISTED] * _has_list(listed))
             spec = self._specs.get(key, lambda: self._spec(listed, statics))
+        elif not static_keys:
+            self._newest = treedef, spec
         return BoundArguments(spec, leaves)
 
     def _map(

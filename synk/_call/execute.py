@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -10,9 +11,8 @@ import jax
 import numpy as np
 
 from .._base.errors import DivergedError
-from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
-from .._runtime.dispatch import drain, ignore_failure, retire_finished, uninterrupted
+from .._runtime.dispatch import IN_FLIGHT, drain, ignore_failure, retire_finished, uninterrupted
 from .._runtime.executable import FEWER_ROWS, Executable, NotFinite, relayout, translate_error, translate_peer_errors
 from .._runtime.layout import constant, put
 from .._variables.state import VariableState
@@ -41,15 +41,22 @@ class Outcome(NamedTuple):
 
 def execute(ready: Fed) -> Any:
     """Run a call that has a plan, and commit its updates: all or none, Ctrl-C included. Return its result."""
-
-    def count(values: list[jax.Array]) -> int:
-        if ready.plan.has_flag and _is_refused(ready, values.pop()):
-            raise NotFinite
-        return 1
-
+    plan = ready.plan
     # States are read once: what runs and what is committed belong to one moment.
-    states = _states(ready)
-    return _tree(ready, _launch(ready, states, _arguments(ready, states), count))
+    states = ready.states or _states(ready)
+    values = _launch(ready, states, _arguments(ready, states), partial(_refuse_one, ready) if plan.has_flag else None)
+    leaves: list[Any] = values[plan.num_updated :] if plan.updates else values
+    for i in plan.scattered:
+        rows, name = sum(ready.rows.lengths or ()), f"{ready.function.name}(...)"
+        leaves[i] = data_of_replicas(ready.group, leaves[i], rows, plan.result.keys[i], name)
+    return plan.result.tree(leaves)
+
+
+def _refuse_one(ready: Fed, values: list[jax.Array]) -> int:
+    """Take the flag from the results of a call, and raise if a number is not finite."""
+    if _is_refused(ready, values.pop()):
+        raise NotFinite
+    return 1
 
 
 def execute_calls(
@@ -131,14 +138,15 @@ def _launch(
     ready: Fed,
     states: Mapping[Shared, VariableState],
     arguments: list[Sequence[Any]],
-    count: Callable[[list[jax.Array]], int],
+    count: Callable[[list[jax.Array]], int] | None,
 ) -> list[jax.Array]:
-    """Launch the program that ends a call or several. Commit the updates of as many as `count` returns, which may
-    raise."""
-    plan, name = ready.plan, ready.function.name
+    """Launch the program that ends a call or several. Commit the updates of one call, or of as many as `count` returns,
+    which may raise."""
+    plan, name = ready.plan, ready.site.function.name
     if not plan.updates:
         values = run(name, plan.last, arguments)
-        count(values)
+        if count is not None:
+            count(values)
         return values
     # `lose` lives as long as the program is in flight. It must keep no argument, variable or value alive, so it refers
     # to variables and their new states weakly.
@@ -155,7 +163,7 @@ def _launch(
     with uninterrupted():
         try:
             values = run(name, plan.last, arguments, lose)
-            ran = count(values)
+            ran = 1 if count is None else count(values)
         except Exception as error:
             for update in plan.updates:
                 # A program that failed after it took donated values leaves the variables without any.
@@ -175,27 +183,19 @@ def _is_refused(ready: Fed, flag: jax.Array) -> bool:
         return bool(np.asarray(flag))
 
 
-def _tree(ready: Fed, values: list[jax.Array]) -> PyTree:
-    plan, result = ready.plan, ready.plan.result
-    leaves: list[Any] = values[plan.num_updated :]
-    for i in plan.scattered:
-        rows, name = sum(ready.rows.lengths or ()), f"{ready.function.name}(...)"
-        leaves[i] = data_of_replicas(ready.group, leaves[i], rows, result.keys[i], name)
-    return result.tree(leaves)
-
-
-def launch(fed: Fed, run: Callable[[Fed], Any] = execute) -> Any:
+def launch(fed: Fed, execute: Callable[[Fed], Any] = execute) -> Any:
     """Launch a call: find its plan, run it, and count rows and seconds in the function's stats."""
     stats = fed.site.function.stats
     # A variable that a dead program was to write raises now, before anything is checked.
-    retire_finished()
+    if IN_FLIGHT:
+        retire_finished()
     begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
     fed = planned(fed, may_check=True)
     prepared = perf_counter()
     stats.selecting += prepared - begun - (stats.dispatching - compiling)
     lengths, slices = fed.rows.lengths, fed.num_slices
     stats.slices = len(split_into_launches(lengths, slices)) if lengths and slices > 1 else 1
-    result = run(fed)
+    result = execute(fed)
     if lengths is not None:
         stats.rows += sum(lengths)
     stats.dispatching += perf_counter() - prepared - (stats.sending - sending)
@@ -239,7 +239,7 @@ def _arguments(ready: Fed, states: Mapping[Shared, VariableState]) -> list[Seque
         check_variables(ready, states)
     # The usual call: one program, and no states between launches.
     if plan.finish is None:
-        return [*leaves_taken(ready, states, plan.reads[1]), [], ready.send()]
+        return [*leaves_taken(ready, states, plan.reads[1]), [], ready.sent or ready.send()]
     assert lengths is not None
     assert plan.start is not None
     first, last = leaves_taken(ready, states, plan.reads[0]), leaves_taken(ready, states, plan.reads[1])
@@ -259,9 +259,10 @@ def leaves_taken(
     ready: Fed, states: Mapping[Shared, VariableState], variables: Sequence[Shared]
 ) -> list[list[jax.Array]]:
     taken: list[list[jax.Array]] = []
+    layouts = ready.plan.layouts
     for variable in variables:
-        state, layout = states[variable], ready.plan.layouts[variable]
-        here = state.abstract.layout
+        state = states[variable]
+        here, layout = state.abstract.layout, layouts[variable]
         # A variable that will differ from this call on is stacked before, so that its program has one layout for both.
         taken.append(state.leaves if here == layout else relayout(ready.group, state.leaves, here, layout))
     return taken

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
-import jax
 import numpy as np
 
 from .._base.bounded_cache import BoundedCache
@@ -81,6 +80,9 @@ class Kind:
             (i, placer_of(specs[i], site.group, slices == 1, site.purpose == "absent", at_home)) for i in spec.broadcast
         ]
         self._forms = BoundedCache()
+        # Whether `batch` picks the same rows of all scattered arguments.
+        is_plain = not (self._minibatch or self._on_replicas or any(spec.overlaps) or self._has_batch_s)
+        self._has_one_selection = self._has_batch and is_plain
         # The rows of a call without a batch do not depend on values, unless variables bring them.
         self._whole: tuple[Form, Sequence[Selection]] | None = None
         if not (self._has_batch or self._has_batch_s or self._is_local) and spec.scattered:
@@ -184,7 +186,7 @@ class Kind:
             choice = PLACES[leaf.place].choose_feed(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
             if choice is not None:
                 feed, is_exchanged = choice
-                read = read_abstract if site.purpose == "absent" else read_resident
+                read = abstract_rows if site.purpose == "absent" else resident
                 held = leaf.shape[0] if is_exchanged else None
                 return InputSpec(place, self._what(place), read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
@@ -225,6 +227,11 @@ class Kind:
     ) -> tuple[Form, Sequence[Selection], tuple[int, ...] | None, ReplicaSelection | None]:
         """Select rows by `batch`, and by `batch_s` from what data or a variable holds on the replicas."""
         batch, batch_s, names = options.batch, options.batch_s, self._spec.scattered_names
+        if self._has_one_selection:
+            selection, index = select(batch, self._rows, self.name, names[0]), index_kind(batch)
+            picks = selection.indexes is None, selection.rows, index
+            form = self._forms.get(picks, lambda: self._select(site, selection, None, index)[0])
+            return form, [selection] * len(names), form.lengths, None
         selection, chosen = _NO_ROWS, None
         if self._on_replicas:
             held = lengths_of(self._held_rows, (site.home or site.group).size)
@@ -355,14 +362,6 @@ def parts_asked(spec: ArgumentSpec, slices: int) -> dict[str, bool]:
     return {"num_slices": slices > 1, "synk.Overlap": any(spec.overlaps)}
 
 
-def read_resident(leaf: Any, group: Group) -> jax.Array:
-    return resident(leaf, group)
-
-
-def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
-    return abstract_rows(leaf, group)
-
-
 def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[Kind, Sequence[Any]]:
     """Return the kind of a call, and its leaves. The kind is made if no such call was met before."""
     function, group = site.function, site.group
@@ -376,9 +375,9 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
         ref(group), bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1],
         home_size, site.purpose,
     )  # fmt: skip
-    newest = site.plans.newest
+    known, of_leaves, kept = site.plans.newest
     # To compare is quicker than to make a hash: shapes are mostly the same objects.
-    kind = newest[2]() if newest[:2] == (asked, parts) else None
+    kind = kept() if parts == of_leaves and asked == known else None
     if kind is None:
 
         def make() -> Kind:

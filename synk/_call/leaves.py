@@ -94,6 +94,8 @@ def recognise_leaves(
             dtype = leaf.dtype
             # JAX makes the aval of typed keys anew whenever it is asked for.
             parts.append(leaf.aval if isinstance(dtype, np.dtype) else (leaf.shape, dtype))
+        elif cls is Data and leaf._spec_version == leaf._version:
+            parts.append(leaf._spec)
         else:
             new, part = _recognise_leaf(leaf, i, bound, name, (group, is_abstract))
             parts.append(part)
@@ -147,8 +149,12 @@ def _recognise_leaf(
 
 def spec_of_data(data: Data) -> LeafSpec:
     """Return the spec of data. Raise SynkError if it was freed."""
+    version = data._version
     in_memory = is_in_memory(source_of(data))
-    return LeafSpec("data", data.shape, data.dtype, False, data._key, data._place, data.is_minibatch, in_memory)
+    spec = LeafSpec("data", data.shape, data.dtype, False, data._key, data._place, data.is_minibatch, in_memory)
+    # Kept until something is written: each warm call asks.
+    data._spec, data._spec_version = spec, version
+    return spec
 
 
 def _as_source(leaf: Any, what: str) -> Any:

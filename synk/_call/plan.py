@@ -173,6 +173,22 @@ class Kept:
                 return False
         return True
 
+    def states_now(self, site: "Site") -> dict[Shared, VariableState] | None:
+        """Return the states that a live call finds, if the plan is as the function would make it now and fits them.
+
+        None where a variable is to be brought to the group, or was lost.
+        """
+        reached, group = self.reached(), site.group
+        # Of the newest variable first, since that takes the least time.
+        if reached is None or reached.made < newest() or not reached.names.are_same():
+            return None
+        states: dict[Shared, VariableState] = {}
+        for variable, accepted in self.accepts.items():
+            states[variable] = state = variable._state
+            if variable._group is not group or state.failure is not None or state.abstract not in accepted:
+                return None
+        return states
+
 
 class PlanCache:
     """Plans of one function: for each kind of call a list, with a plan for each state of the variables that it touches.
@@ -383,12 +399,12 @@ class Form:
       lengths: the rows of each replica; None if nothing brings rows.
       is_plain: whether every replica has one part of equally many rows.
       exchanges: whether replicas exchange rows before the call.
-      has_plan: whether such a call has had a plan in this form, which runs where its rows are sent.
+      newest: the plan that the newest live call of this form had and the form of its key, once they were checked.
     """
 
     __slots__ = (
-        "_base", "_exact", "_holders", "_kept", "_repeated", "_slices", "call", "exchanges", "has_plan",
-        "inputs", "is_plain", "lengths",
+        "_base", "_exact", "_holders", "_kept", "_repeated", "_slices", "call", "exchanges", "inputs", "is_plain",
+        "lengths", "newest",
     )  # fmt: skip
 
     def __init__(
@@ -399,7 +415,7 @@ class Form:
         self.exchanges = any(spec.scattered_rows is not None for spec in inputs)
         # The key without parts, by which a variable that brings rows is found.
         self._base, self._slices = base, slices
-        self.has_plan = False
+        self.newest: tuple[Callable[[], Kept | None], Form] | None = None
         self._exact: Form | None = None
         self._repeated: dict[Repeat, Form] = {}
         self._kept: list[Kept] = []
@@ -432,6 +448,14 @@ class Form:
             plan = kept.plan
         is_final = isinstance(plan, CallPlan) or plan.form != "by lengths"
         return (self, plan) if is_final else self.of_lengths().with_plan(site)
+
+    def note_plan(self, site: Site, form: "Form") -> None:
+        """Note the plan that a live call of this form has, under the key of another form, so that the next one asks for
+        no other."""
+        if site.purpose == "live" and site.view is None:
+            kept = site.plans.current(form._kept, site)
+            # Weakly: a plan that was dropped goes with its programs.
+            self.newest = None if kept is None else (ref(kept), form)
 
     def holder(self, site: Site) -> Shared | None:
         """Return the variable that brings rows to these calls, if there is one."""

@@ -191,7 +191,7 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
             # all devices takes rows as their group does.
             home = group._of or group
             is_there = source.sharding == home.stacked or (
-                takes(home, source, "rows") and not is_cut_by_host(home, source)
+                takes(home, source, "rows") and (home._has_one_device or not is_cut_by_host(home, source))
             )
             values.append(source if is_there else cut_rows(home, source))
             continue

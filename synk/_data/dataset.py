@@ -77,6 +77,9 @@ class Data:
         self._group: Group | None = None
         self._copy: jax.Array | None = None
         self._copied_version = 0
+        # What calls are recognised by, made by `spec_of_data`, and the version of which that is right.
+        self._spec: Any = None
+        self._spec_version = 0
         # Last: writes by other threads reach a `Data` that has one.
         self._source: Source | None = source
 

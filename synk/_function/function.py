@@ -187,9 +187,6 @@ class Function:
         # A tracer may come from an outer trace that is not the current one, as under jax.ensure_compile_time_eval.
         if is_traced() or any(map(is_tracer_type, map(type, bound.leaves))):
             return compose(self._site_in(current_group()), bound, options)
-        return self._launch(bound, options)
-
-    def _launch(self, bound: BoundArguments, options: CallOptions) -> PyTree:
         site = self._site()
         with LOCK:
             return self._run(feed(site, bound, options))
@@ -307,9 +304,8 @@ class Function:
         prefetch: int,
         per_launch: int | None,
     ) -> Prefetch[Any, Any]:
-        launcher = Launcher(self._site, self._run, self._run_several, self._pace)
-        refuse = partial(self._refuse, member)
-        return Loop(launcher, source, items, options, (prefetch, per_launch), f"{self.name}.{member}", refuse)
+        launcher = Launcher(partial(self._refuse, member), self._site, self._run, self._run_several, self._pace)
+        return Loop(launcher, source, items, options, (prefetch, per_launch), f"{self.name}.{member}")
 
     def _run_several(
         self, calls: Iterable[Fed], count: int, repeat: Repeat
@@ -565,7 +561,8 @@ class Function:
         group = current_group()
         if group.accelerator is not None:
             group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
-        return self._site_in(group)
+        site = Site(self._spec, self._plans, group)
+        return site.as_one() if self._spec.engine == "jit" else site
 
     def _site_in(self, group: Group, purpose: Purpose = "live") -> Site:
         return site_of(self._spec, self._plans, group, purpose)

@@ -21,9 +21,10 @@ from .waiting import Waiting
 
 
 class Launcher(NamedTuple):
-    """What a function gives its loops.
+    """Ways of a function to launch the calls of its loops.
 
     Attributes:
+      refuse: raises where no call may run, as in a trace.
       site: returns where calls run now.
       run: launches a call and returns its result.
       run_several: launches the first of these calls and all behind it that one program can run. Returns the results,
@@ -31,6 +32,7 @@ class Launcher(NamedTuple):
       pace: told how many calls have run, returns how many may run now before something else must.
     """
 
+    refuse: Callable[[], None]
     site: Callable[[], Site]
     run: Callable[[Fed], Any]
     run_several: Callable[[Iterable[Fed], int, Repeat], tuple[list[Any], Exception | None]]
@@ -48,13 +50,12 @@ class Loop(Prefetch[list[Waiting], Any]):
         options: CallOptions,
         sizes: tuple[int, int | None],
         name: str,
-        refuse: Callable[[], None],
     ) -> None:
         """`sizes` are how many items or lists may be early, and how many calls a list has."""
         prefetch, per_launch = sizes
         if per_launch is not None:
             checked_integer(per_launch, f"{name}: per_launch", 1)
-        super().__init__(source, items.calls(source, options), prefetch, f"{name}: prefetch", refuse)
+        super().__init__(source, items.calls(source, options), prefetch, f"{name}: prefetch", launcher.refuse)
         self._launcher, self._own = launcher, items.own
         # Data to which others than the source have written: calls that read it are fed at their turn from then on.
         self._by_turn: set[int] = set()

@@ -93,7 +93,9 @@ class Waiting:
             fed = feed(site, self.bound, self._options)
             form, lengths = fed.form, fed.rows.lengths or ()
             # Uneven rows of a function that communicates go to all devices as one. Its first trace tells.
-            is_sent = fed.num_slices == 1 and (form.is_plain or form.has_plan) and not (in_list or form.exchanges)
+            is_sent = (
+                fed.num_slices == 1 and (form.is_plain or form.newest is not None) and not (in_list or form.exchanges)
+            )
             # Arrays that were sent without filler stand for those that the source has lent.
             is_exact = form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
             if not is_sent or (gives_back and not is_exact):

@@ -198,7 +198,7 @@ def _is_of_nnx(node: Any) -> bool:
 
 
 class ItemAsked:
-    """Stands for `synk.resume` while it asks for an item that is not synk's to make, for which nothing may be computed."""
+    """Mark of a thread in which `synk.resume` asks for an item of the user, for which nothing may be computed."""
 
 
 def surroundings() -> TraceContext | ItemAsked | None:
