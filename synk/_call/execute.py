@@ -1,6 +1,6 @@
 """Execute: launch a call that is fed, or several, and commit the updates."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -12,6 +12,7 @@ import numpy as np
 
 from .._base.errors import DivergedError
 from .._data.dataset import data_of_replicas
+from .._data.transfer import PartRows
 from .._runtime.dispatch import IN_FLIGHT, drain, ignore_failure, retire_finished, uninterrupted
 from .._runtime.executable import FEWER_ROWS, Executable, NotFinite, relayout, translate_error, translate_peer_errors
 from .._runtime.layout import constant, put
@@ -243,16 +244,32 @@ def _arguments(ready: Fed, states: Mapping[Shared, VariableState]) -> list[Seque
     assert lengths is not None
     assert plan.start is not None
     first, last = leaves_taken(ready, states, plan.reads[0]), leaves_taken(ready, states, plan.reads[1])
-    rows = rows_taken(ready)
     carry = run(ready.function.name, plan.start, [])
-    slot = 0
-    for j, parts in enumerate(split_into_launches(lengths, ready.num_slices)):
-        values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
-        carry = run(ready.function.name, plan.program_of(parts), [*first, carry, values])
+    slot, part = 0, 0
+
+    def table(parts: PartRows) -> jax.Array:
+        nonlocal slot, part
         # Gathered rows of a slice take as many places as its longest part, on every replica.
-        slot += parts.max_rows
+        slot, part = slot + parts.max_rows, part + 1
+        return place_table(ready, parts, slot - parts.max_rows, part - 1)
+
+    for _, states_so_far, _ in run_parts(ready, first, carry, table):
+        carry = states_so_far
     whole = split_into_launches(lengths, 1)[0]
     return [*last, carry, [*ready.placed(), place_table(ready, whole)]]
+
+
+def run_parts(
+    ready: Fed, reads: list[list[jax.Array]], carry: list[jax.Array], table: Callable[[PartRows], jax.Array]
+) -> Iterator[tuple[PartRows, list[jax.Array], list[jax.Array]]]:
+    """Launch the parts of a call one after another. Yield each, the states so far, and what else it has made."""
+    rows, size = rows_taken(ready), len(carry)
+    for parts in split_into_launches(ready.rows.lengths or (), ready.num_slices):
+        arguments: list[Sequence[Any]] = [*reads, carry, [*values_of(ready, rows, parts), table(parts)]]
+        results = run(ready.function.name, ready.plan.program_of(parts), arguments)
+        # The program may have overwritten the old states, which it was given to donate.
+        carry = results[:size]
+        yield parts, carry, results[size:]
 
 
 def leaves_taken(

@@ -51,19 +51,9 @@ class Fed:
 
     # Each attribute is set in place: to copy such a record would take a tenth of a warm call.
     __slots__ = (
-        "broadcast",
-        "choice",
-        "form",
-        "given",
-        "kind",
-        "leaves",
-        "num_slices",
-        "plan",
-        "rows",
-        "sent",
-        "site",
+        "broadcast", "choice", "form", "given", "kind", "leaves", "num_slices", "plan", "rows", "sent", "site",
         "states",
-    )
+    )  # fmt: skip
     broadcast: list[Any] | None
     sent: list[Any] | None
     plan: CallPlan
@@ -116,13 +106,16 @@ class Fed:
 
     def send_early(self) -> None:
         """Send the values of the only launch before its turn, and none of the user's own arrays."""
-        sources = self._from_host()
-        if any(isinstance(source, jax.Array) for _, source in sources) and self.site.group._has_one_device:
+        of_jax = list[jax.Array]()
+        for spec, source in zip(self.rows.inputs, self.rows.sources, strict=True):
+            if spec.feed.layout == "rows" and isinstance(source, jax.Array):
+                of_jax.append(source)
+        if of_jax and self.site.group._has_one_device:
             self.keep()
         values = self.send()
-        for i, value in enumerate(values):
-            # The owner of an array of JAX may donate it before the launch.
-            if any(value is source for _, source in sources):
+        # The owner of an array of JAX may donate it before the launch.
+        for i, value in enumerate(values if of_jax else ()):
+            if any(value is source for source in of_jax):
                 values[i] = copied_on_device(value)
 
     def keep(self) -> None:

@@ -18,7 +18,7 @@ from .._runtime.group import Group
 from .._variables.variable import Shared
 from .minibatches import Minibatches, behind_bar
 from .prefetch import check_iterable
-from .waiting import Waiting
+from .waiting import Waiting, data_among
 
 T = TypeVar("T")
 
@@ -111,7 +111,9 @@ class Batches:
 
     def calls(self, batches: Iterable[Any], options: CallOptions) -> Generator[Waiting]:
         """Yield the call of each batch, when it is asked for."""
-        lent, subset = tuple(self._values), options.output_subset
+        lent, subset, data = tuple(self._values), options.output_subset, None
+        if not self._values:
+            data = data_among(self._bound)
         for turn, batch in enumerate(Timed(batches, self._stats)):
             self.note_order(batch)
             bound, slices = self._bound, options.num_slices
@@ -120,7 +122,7 @@ class Batches:
                 for i, deal in self._deals.items():
                     batch, slices, values[i] = deal(batch)
                 bound = _with_values(bound, values)
-            yield Waiting(bound, CallOptions(batch, None, slices, subset, turn), lent)
+            yield Waiting(bound, CallOptions(batch, None, slices, subset, turn), lent, data)
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""

@@ -97,8 +97,23 @@ class Loop(Prefetch[list[Waiting], Any]):
     def _next(self, items: Iterator[Waiting], is_early: bool) -> list[Waiting]:
         calls = list[Waiting]()
         try:
-            for _ in range(self._room):
-                calls.append(self._ask(items, calls, is_early))
+            for _ in range(1 if self._most == 1 else self._room):
+                before: list[tuple[Waiting, list[int]]] = []
+                for waiting in () if self._is_alone else (*self.waiting, calls):
+                    before += [(call, call.versions()) for call in waiting if call.data]
+                try:
+                    call = next(items)
+                finally:
+                    # What the source has written to data comes after the calls that wait.
+                    for each, versions in before:
+                        each.pass_by(versions)
+                if self._is_alone and (self._most > 1 or (call.data and call.takes_from_devices())):
+                    # Nobody but the body of the loop may write to the rows, which is to be seen, or there are none to
+                    # send early; those of a list are picked together.
+                    call.keep_batch()
+                elif is_early or self._most > 1:
+                    call.wait(self._launcher.site(), self._most > 1, self._by_turn)
+                calls.append(call)
         except Exception as error:
             if not calls:
                 raise
@@ -106,22 +121,6 @@ class Loop(Prefetch[list[Waiting], Any]):
             self._items, self._error = None, None if isinstance(error, StopIteration) else error
         self._at += len(calls)
         return calls
-
-    def _ask(self, items: Iterator[Waiting], collected: list[Waiting], is_early: bool) -> Waiting:
-        """Ask the source for a call. What it writes to data meanwhile comes after the calls that wait."""
-        waiting = [call for calls in (*self.waiting, collected) for call in calls if call.data]
-        before = [call.versions() for call in waiting]
-        try:
-            call = next(items)
-        finally:
-            for each, versions in zip(waiting, before, strict=True):
-                each.pass_by(versions)
-        if self._most > 1 and self._is_alone:
-            # Its rows are picked together with those of the others in its list.
-            call.keep_batch()
-        elif is_early or self._most > 1:
-            call.wait(self._launcher.site(), self._most > 1, self._by_turn)
-        return call
 
     def _launch(self, item: list[Waiting]) -> Any:
         if not self.gives_lists:

@@ -16,14 +16,14 @@ import numpy as np
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
 from .._call.compiler import Compiler, RunsAlone
-from .._call.execute import check_variables, flags_of, launch, leaves_taken, run, values_of_calls
-from .._call.feed import Fed, check_row_count, rows_taken, values_of
+from .._call.execute import check_variables, flags_of, launch, leaves_taken, run, run_parts, values_of_calls
+from .._call.feed import Fed, check_row_count
 from .._call.parts import MOST_ROWS, split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
 from .._call.spec import Repeat
 from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
-from .._runtime.executable import Executable, translate_peer_errors
+from .._runtime.executable import translate_peer_errors
 from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
@@ -81,14 +81,17 @@ class Accumulation:
         return 1
 
     def _run(self, ready: Fed) -> None:
-        lengths, reads, rows = ready.rows.lengths or (), self._begin(ready), rows_taken(ready)
-        launched: list[_Launched] = []
-        for parts in split_into_launches(lengths, ready.num_slices):
-            table = self._place_table(ready, self._table(ready, parts, self._rows))
-            results = self._add(ready, ready.plan.program_of(parts), reads, [*values_of(ready, rows, parts), table])
-            launched.append((parts.counts, results))
+        reads, launched = self._begin(ready), list[_Launched]()
+
+        def table(parts: PartRows) -> jax.Array:
+            return self._place_table(ready, self._table(ready, parts, self._rows))
+
+        for parts, sums, entries in run_parts(ready, reads, self._sums, table):
+            self._sums = sums
+            self._fetch_early(entries)
+            launched.append((parts.counts, entries))
             self._note(parts)
-        self._count(launched, lengths)
+        self._count(launched, ready.rows.lengths or ())
 
     def _run_several(self, calls: Sequence[Fed], repeat: Repeat) -> list[None]:
         """Launch a program of several batches, which adds to the sums."""
@@ -100,10 +103,14 @@ class Accumulation:
         # After the first batch is noted: replicas that have rows in it have rows in all batches of the list.
         tables += [self._table(ready, parts, self._rows + i * rows) for i in range(1, repeat.most)]
         table = self._place_table(ready, tuple(tables))
-        results = self._add(ready, ready.plan.last, reads, [*values, table, flags_of(ready, len(calls), repeat)])
-        count = len(results) // repeat.most
+        arguments: list[Sequence[Any]] = [*reads, self._sums, [*values, table, flags_of(ready, len(calls), repeat)]]
+        results, size = run(self._function.name, ready.plan.last, arguments), len(self._sums)
+        # The program may have overwritten the old sums, which it was given to donate.
+        self._sums, entries = results[:size], results[size:]
+        self._fetch_early(entries)
+        count = len(entries) // repeat.most
         for i in range(len(calls)):
-            self._count([(parts.counts, results[i * count : (i + 1) * count])], lengths)
+            self._count([(parts.counts, entries[i * count : (i + 1) * count])], lengths)
         return [None for _ in calls]
 
     def _begin(self, ready: Fed, batches: int = 1) -> list[list[jax.Array]]:
@@ -121,16 +128,10 @@ class Accumulation:
     def _note(self, parts: PartRows) -> None:
         self._has_rows |= np.array(parts.counts) > 0
 
-    def _add(self, ready: Fed, program: Executable, reads: list[list[jax.Array]], values: list[Any]) -> list[jax.Array]:
-        """Launch a program that adds to the sums. Return the entries of rows and parts that it has made."""
-        results = run(self._function.name, program, [*reads, self._sums, values])
-        num_sums = len(_compiler(ready.plan).carry)
-        # The program may have overwritten the old sums, which it was given to donate.
-        self._sums = results[:num_sums]
+    def _fetch_early(self, entries: list[jax.Array]) -> None:
         # Host memory is where CPU devices have them.
-        for array in results[num_sums:] if ready.group.platform != "cpu" else ():
+        for array in entries if self._site.group.platform != "cpu" else ():
             array.copy_to_host_async()
-        return results[num_sums:]
 
     def _count(self, launched: list[_Launched], lengths: tuple[int, ...]) -> None:
         self._under_way.append(launched)

@@ -5,6 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._base.errors import SynkError
 from .._base.jax_context import is_checked, trace_options
@@ -34,22 +35,35 @@ class Waiting:
 
     __slots__ = ("_fed", "_is_passed", "_lent", "_options", "_versions", "bound", "data")
 
-    def __init__(self, bound: BoundArguments, options: CallOptions, lent: Sequence[int] = ()) -> None:
+    def __init__(
+        self, bound: BoundArguments, options: CallOptions, lent: Sequence[int], data: Sequence[Data] | None = None
+    ) -> None:
         """Make a call of these arguments, of which the source of the loop has lent some leaves, by number."""
         self.bound, self._options, self._lent = bound, options, lent
-        self.data = [leaf for leaf in bound.leaves if isinstance(leaf, Data)]
+        self.data = data_among(bound) if data is None else data
         self._fed: Fed | None = None
         self._versions: list[int] = []
         # Whether the source has written to the data since, so that nobody has the rows any more that the call reads.
         self._is_passed = False
+
+    def takes_from_devices(self) -> bool:
+        """Tell whether all rows lie on devices, so that there is nothing to send early."""
+        leaves = self.bound.leaves
+        for i in self.bound.spec.scattered:
+            leaf = leaves[i]
+            if not isinstance(leaf, Data) or leaf._place == "host":
+                return False
+        return True
 
     def versions(self) -> list[int]:
         return [data._version for data in self.data]
 
     def keep_batch(self) -> None:
         """Copy the batch, unless it never changes: the source may write the next one there."""
-        if type(self._options.batch) not in _NEVER_CHANGE:
-            self._options = self._options._replace(batch=deepcopy(self._options.batch))
+        batch = self._options.batch
+        if type(batch) not in _NEVER_CHANGE:
+            kept = batch.copy() if isinstance(batch, np.ndarray) else deepcopy(batch)
+            self._options = self._options._replace(batch=kept)
 
     def wait(self, site: Site, in_list: bool, by_turn: set[int]) -> None:
         """Feed the call, and keep what its owners may change before its turn.
@@ -65,16 +79,15 @@ class Waiting:
         # Lists of calls without data are recognised when they are due, since only then it is told which go together.
         is_fed = is_fed and not (in_list and len(self._lent) == len(bound.leaves) and not self.data)
         is_read_again = bool(self.data or in_list or any(bound.spec.overlaps) or not is_fed)
-        self._versions = self.versions()
+        if self.data:
+            self._versions = self.versions()
         if is_read_again:
             self._copy_lent()
         elif self._lent:
             self._copy_lent(self.bound.spec.broadcast, jax.Array)
-        if not is_fed:
-            return
-        gives_back = bool(self._lent) and not is_read_again
         try:
-            self._feed(site, in_list, gives_back)
+            if is_fed:
+                self._feed(site, in_list, bool(self._lent) and not is_read_again)
         # The call raises it at its turn, if it is still so.
         except Exception:
             self._copy_lent()
@@ -89,7 +102,8 @@ class Waiting:
 
     def _feed(self, site: Site, in_list: bool, gives_back: bool) -> None:
         with LOCK:
-            self._versions = self.versions()
+            if self.data:
+                self._versions = self.versions()
             fed = feed(site, self.bound, self._options)
             form, lengths = fed.form, fed.rows.lengths or ()
             # Uneven rows of a function that communicates go to all devices as one. Its first trace tells.
@@ -97,7 +111,7 @@ class Waiting:
                 fed.num_slices == 1 and (form.is_plain or form.newest is not None) and not (in_list or form.exchanges)
             )
             # Arrays that were sent without filler stand for those that the source has lent.
-            is_exact = form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
+            is_exact = gives_back and form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
             if not is_sent or (gives_back and not is_exact):
                 fed.keep()
             if is_sent:
@@ -149,6 +163,10 @@ class Waiting:
         return fed
 
 
+def data_among(bound: BoundArguments) -> list[Data]:
+    return [leaf for leaf in bound.leaves if isinstance(leaf, Data)]
+
+
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Data | Shared):
         return leaf
@@ -172,10 +190,12 @@ def _can_wait_fed(group: Group, bound: BoundArguments, options: CallOptions) -> 
     if not bound.spec.scattered or options.num_slices == AUTO:
         # Its rows are those that a variable holds, or its slices those that fit once its program is compiled.
         return False
+    if Shared in map(type, bound.leaves):
+        return False
+    if not group._is_multi_process:
+        return True
     for leaf in bound.leaves:
-        if isinstance(leaf, Shared) or not can_go_ahead(group, leaf):
-            return False
         # Processes exchange their numbers of rows, and rows of data, which all of them would have to reach.
-        if group._is_multi_process and isinstance(leaf, Data | ProcessLocalRows):
+        if isinstance(leaf, Data | ProcessLocalRows) or not can_go_ahead(group, leaf):
             return False
-    return not (group._is_multi_process and is_checked("calls"))
+    return not is_checked("calls")
