@@ -550,7 +550,6 @@ def _make_plan(
     updates: list[UpdateSlice] = []
     at = 0
     for variable in compiler.updates:
-        # The same object as the state that the next call finds: warm calls compare it by identity first.
         state, needed = accepts[variable][-1], depends_on[variable]
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, state, needed))

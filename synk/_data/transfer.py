@@ -51,14 +51,14 @@ class PartRows(NamedTuple):
 
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
-    """Send each replica its rows of the selection, as one array of layout "rows"."""
+    """Send each replica its rows of the selection: an array of layout "rows", or of NumPy, which programs send."""
     if (home := group._of) is not None:
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     # A `jax.Array` that lies in its place is returned itself. Any other result shares no memory with the user's arrays.
     max_rows, has_one = part_rows.max_rows, group._has_one_device
     is_full = _is_full(group, source, selection, part_rows, dtype)
     is_whole = is_full and _is_whole(source, selection)
-    if is_full and has_one and isinstance(source, np.ndarray):
+    if is_full and not group._is_multi_process and isinstance(source, np.ndarray):
         if source.nbytes // len(source) * selection.rows < SMALL:
             stop = selection.start + selection.rows
             return source[selection.start : stop].copy() if selection.indexes is None else source[selection.indexes]
@@ -116,16 +116,18 @@ def _send_filled(group: Group, entry: tuple[int, ...], dtype: np.dtype, fill: Ca
     devices = group.devices[:1] if has_one else group.devices[ranks.start : ranks.stop]
     shape = (first * size if has_one else first, *rest)
     buffers = staging_buffers(group, devices, shape, dtype)
-    arrays = acquire(len(devices), shape, dtype) if buffers is None else [buffer.memory for buffer in buffers]
-    fill(arrays, ranks)
     if buffers is not None:
+        fill([buffer.memory for buffer in buffers], ranks)
         sent = send_staged(group, buffers)
         if has_one:
             return sent[0]
         return jax.make_array_from_single_device_arrays((first * size, *rest), group.stacked, sent)
-    if has_one:
-        # The compiled call sends a NumPy array to one device faster than a device_put does.
-        return arrays[0]
+    arrays = acquire(len(devices), shape, dtype)
+    fill(arrays, ranks)
+    # The compiled call sends a NumPy array to one device faster than a device_put does. Over several devices it cuts a
+    # small one at least as fast as JAX makes one array of the parts.
+    if has_one or (arrays.nbytes < SMALL and not group._is_multi_process):
+        return arrays.reshape(first * size, *rest)
 
     def part_at(index: Any) -> np.ndarray:
         return arrays[(index[0].start or 0) // first - ranks.start]
@@ -150,12 +152,11 @@ def is_cut_by_host(group: Group, source: Any) -> bool:
     return is_small and len(source.sharding.device_set) == 1 and not source.is_deleted() and source.is_ready()
 
 
-def cut_rows(group: Group, source: jax.Array) -> jax.Array:
-    """Cut an array of JAX, whose rows divide, over the replicas."""
+def cut_rows(group: Group, source: jax.Array) -> Any:
+    """Cut an array of JAX, whose rows divide, over the replicas, or copy it for the program that cuts it."""
     if not is_cut_by_host(group, source):
         return put(group, source, "rows")
-    host = host_copy(source)
-    return jax.make_array_from_callback(host.shape, group.stacked, host.__getitem__)
+    return host_copy(source)
 
 
 def fill_parts(
@@ -190,12 +191,10 @@ def fill_parts(
 
 def send_index(group: Group, values: np.ndarray) -> Any:
     """Place a new array of small numbers, one entry a replica on axis 0. Devices may read the array in place."""
-    if group._has_one_device:
-        return values
-    if values.ndim == 1:
+    if values.ndim == 1 and not group._has_one_device:
         # The starts of slices come again in each epoch.
         return constant(group, "stacked", tuple(values.tolist()), "int32")
-    return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
+    return put(group, values, "stacked") if group._is_multi_process else values
 
 
 def to_host(group: Group, source: Source) -> HostSource | None:
