@@ -304,6 +304,11 @@ def _holders(source: Source) -> list[Data]:
     return [data for data in _living(_alive) if share_rows(source, getattr(data, "_source", None))]
 
 
+def writes_so_far() -> int:
+    """Return a number that is larger than the versions of all data, and smaller than those after later writes."""
+    return next(_writes)
+
+
 # Copies on devices are sent whole at the next read: a range of stale rows would have to follow every kind of index.
 def _note_write(source: Source) -> None:
     """Note that rows of a source are written, which copies on devices do not have yet."""

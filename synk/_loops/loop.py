@@ -1,7 +1,7 @@
 """Loop: a queue of waiting calls, launched in turn, one by one or in lists of which a program runs several calls."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from .._call.compiler import NotTogether, RunsAlone
 from .._call.feed import Fed
 from .._call.plan import Site
 from .._call.spec import Repeat
+from .._data.dataset import writes_so_far
 from .._runtime.dispatch import LOCK
 from .iterate import Batches
 from .minibatches import Minibatches, behind_bar
@@ -57,8 +58,8 @@ class Loop(Prefetch[list[Waiting], Any]):
             checked_integer(per_launch, f"{name}: per_launch", 1)
         super().__init__(source, items.calls(source, options), prefetch, f"{name}: prefetch", launcher.refuse)
         self._launcher, self._own = launcher, items.own
-        # Data to which others than the source have written: calls that read it are fed at their turn from then on.
-        self._by_turn: set[int] = set()
+        # Whether the body of the loop writes to data that its calls read.
+        self._is_written = False
         # Whether no code of the user's runs when the next call is asked for.
         self._is_alone = is_alone(source) and not items.has_values
         # Whether a program can run several calls in a row, as far as it is known.
@@ -98,21 +99,25 @@ class Loop(Prefetch[list[Waiting], Any]):
         calls = list[Waiting]()
         try:
             for _ in range(1 if self._most == 1 else self._room):
-                before: list[tuple[Waiting, list[int]]] = []
-                for waiting in () if self._is_alone else (*self.waiting, calls):
-                    before += [(call, call.versions()) for call in waiting if call.data]
+                since = 0 if self._is_alone else writes_so_far()
                 try:
                     call = next(items)
                 finally:
                     # What the source has written to data comes after the calls that wait.
-                    for each, versions in before:
-                        each.pass_by(versions)
-                if self._is_alone and (self._most > 1 or (call.data and call.takes_from_devices())):
-                    # Nobody but the body of the loop may write to the rows, which is to be seen, or there are none to
-                    # send early; those of a list are picked together.
+                    for waiting in () if self._is_alone else (*self.waiting, calls):
+                        for each in waiting:
+                            if each.data:
+                                each.pass_by(since)
+                if self._is_alone and (
+                    self._most > 1 or (call.data and (self._is_written or call.takes_from_devices()))
+                ):
+                    # Nobody but the body of the loop may write to the rows, which is to be seen. So the call is fed at
+                    # its turn, if there is nothing to send early, or rows of a list are picked together.
                     call.keep_batch()
                 elif is_early or self._most > 1:
-                    call.wait(self._launcher.site(), self._most > 1, self._by_turn)
+                    if call.data and not self._is_alone:
+                        call.written.update(id(data) for data in call.data if data._version > since)
+                    call.wait(self._launcher.site(), self._most > 1)
                 calls.append(call)
         except Exception as error:
             if not calls:
@@ -125,7 +130,7 @@ class Loop(Prefetch[list[Waiting], Any]):
     def _launch(self, item: list[Waiting]) -> Any:
         if not self.gives_lists:
             with LOCK:
-                return self._launcher.run(item[0].due(self._launcher.site()))
+                return self._launcher.run(item[0].due(self._launcher.site(), self._swapped(item)))
         # `pace` is told how many calls have run: local steps stop for their average.
         results, error = list[Any](), None
         try:
@@ -148,15 +153,15 @@ class Loop(Prefetch[list[Waiting], Any]):
     def _launch_some(self, calls: Sequence[Waiting]) -> tuple[list[Any], Exception | None]:
         """Launch as many of these calls as one program runs, or the first. Return also the error of the next call."""
         with LOCK:
-            site = self._launcher.site()
+            site, swapped = self._launcher.site(), self._swapped(calls)
             if self._repeats:
                 repeat = Repeat(self._most, self._own(calls[0].bound))
                 try:
-                    return self._launcher.run_several((call.due(site) for call in calls), len(calls), repeat)
+                    return self._launcher.run_several((call.due(site, swapped) for call in calls), len(calls), repeat)
                 except RunsAlone as alone:
                     # What the function does, and the options of the loop, are the same in all calls.
                     self._repeats = isinstance(alone, NotTogether)
-            return [self._launcher.run(calls[0].due(site))], None
+            return [self._launcher.run(calls[0].due(site, swapped))], None
 
     def close(self) -> None:
         super().close()
@@ -165,7 +170,15 @@ class Loop(Prefetch[list[Waiting], Any]):
 
     def _launched(self) -> None:
         """Feed calls again whose data the body of the loop has written to, before the source is asked."""
+        swapped: Set[int] | None = None
         for calls in self.waiting:
             for call in calls:
                 if call.data:
-                    call.refresh(self._launcher.site(), self._most > 1, self._by_turn)
+                    swapped = self._swapped(()) if swapped is None else swapped
+                    self._is_written |= call.refresh(self._launcher.site(), self._most > 1, swapped)
+
+    def _swapped(self, due: Sequence[Waiting]) -> Set[int]:
+        """Return the data to which the source has written for calls that are not due before these, by id."""
+        if self._is_alone:
+            return frozenset()
+        return {data for calls in (due, *self.waiting) for call in calls for data in call.written}

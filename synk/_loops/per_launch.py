@@ -10,7 +10,7 @@ from typing import Any
 from .._base.jax_context import checks_floats
 from .._base.pytree import as_data
 from .._call.binding import CallOptions
-from .._call.compiler import EXCHANGES, LOCAL, NANS, SLICES, NotTogether, RunsAlone
+from .._call.compiler import COMMUNICATES, EXCHANGES, LOCAL, NANS, SLICES, NotTogether, RunsAlone
 from .._call.execute import execute_calls
 from .._call.feed import Fed, check_row_count
 from .._call.plan import Instead
@@ -85,6 +85,8 @@ def launch_several(
         (SLICES, first.num_slices != 1 or first.choice is not None),
         (NANS, checks_floats()),
         (EXCHANGES, first.form.exchanges),
+        # Uneven rows of a function that communicates run on all devices as one.
+        (COMMUNICATES, first.site.home is not None and function.engine != "jit"),
     ):
         if is_so:
             raise RunsAlone(why)

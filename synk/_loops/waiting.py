@@ -1,6 +1,6 @@
 """Waiting: the calls of a loop before their turn."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from copy import deepcopy
 from typing import Any
 
@@ -12,7 +12,7 @@ from .._base.jax_context import is_checked, trace_options
 from .._base.pytree import as_keys, key_of
 from .._call.binding import AUTO, BoundArguments, CallOptions
 from .._call.feed import Fed, feed
-from .._call.plan import Site
+from .._call.plan import Instead, Site
 from .._data.dataset import Data
 from .._data.process_rows import ProcessLocalRows
 from .._data.sources import copied
@@ -31,9 +31,10 @@ class Waiting:
     Attributes:
       bound: its arguments. Arrays among them that a source has lent are copied where they may be read again.
       data: the data among its arguments.
+      written: the data, by id, to which the source has written while it made this call early.
     """
 
-    __slots__ = ("_fed", "_is_passed", "_lent", "_options", "_versions", "bound", "data")
+    __slots__ = ("_fed", "_group", "_is_lost", "_lent", "_options", "_passed", "_versions", "bound", "data", "written")
 
     def __init__(
         self, bound: BoundArguments, options: CallOptions, lent: Sequence[int], data: Sequence[Data] | None = None
@@ -41,10 +42,13 @@ class Waiting:
         """Make a call of these arguments, of which the source of the loop has lent some leaves, by number."""
         self.bound, self._options, self._lent = bound, options, lent
         self.data = data_among(bound) if data is None else data
+        # The call as it is fed, for this group, and the versions of the data then.
         self._fed: Fed | None = None
+        self._group: Group | None = None
         self._versions: list[int] = []
-        # Whether the source has written to the data since, so that nobody has the rows any more that the call reads.
-        self._is_passed = False
+        # Data to which the source has written since, and whether the call was not fed then: nobody has its rows.
+        self._passed: set[int] = set()
+        self._is_lost, self.written = False, set[int]()
 
     def takes_from_devices(self) -> bool:
         """Tell whether all rows lie on devices, so that there is nothing to send early."""
@@ -55,9 +59,6 @@ class Waiting:
                 return False
         return True
 
-    def versions(self) -> list[int]:
-        return [data._version for data in self.data]
-
     def keep_batch(self) -> None:
         """Copy the batch, unless it never changes: the source may write the next one there."""
         batch = self._options.batch
@@ -65,22 +66,20 @@ class Waiting:
             kept = batch.copy() if isinstance(batch, np.ndarray) else deepcopy(batch)
             self._options = self._options._replace(batch=kept)
 
-    def wait(self, site: Site, in_list: bool, by_turn: set[int]) -> None:
+    def wait(self, site: Site, in_list: bool) -> None:
         """Feed the call, and keep what its owners may change before its turn.
 
         Args:
           site: where it will run.
           in_list: whether a program may run several such calls, to which rows go together.
-          by_turn: data by id, of which the calls that read it are fed at their turn.
         """
         self.keep_batch()
-        bound, options = self.bound, self._options
-        is_fed = _can_wait_fed(site.group, bound, options) and by_turn.isdisjoint(map(id, self.data))
         # Lists of calls without data are recognised when they are due, since only then it is told which go together.
-        is_fed = is_fed and not (in_list and len(self._lent) == len(bound.leaves) and not self.data)
-        is_read_again = bool(self.data or in_list or any(bound.spec.overlaps) or not is_fed)
+        is_fed = not (in_list and len(self._lent) == len(self.bound.leaves) and not self.data)
+        is_fed = is_fed and _can_wait_fed(site.group, self.bound, self._options)
+        is_read_again = bool(self.data or in_list or any(self.bound.spec.overlaps) or not is_fed)
         if self.data:
-            self._versions = self.versions()
+            self._versions = [data._version for data in self.data]
         if is_read_again:
             self._copy_lent()
         elif self._lent:
@@ -102,64 +101,90 @@ class Waiting:
 
     def _feed(self, site: Site, in_list: bool, gives_back: bool) -> None:
         with LOCK:
-            if self.data:
-                self._versions = self.versions()
-            fed = feed(site, self.bound, self._options)
+            fed = self._fed_now(site)
+            # A function that communicates runs on all devices as one, if rows do not divide. Its trace tells.
+            if not fed.form.is_plain and isinstance(fed.form.with_plan(site)[1], Instead):
+                fed = self._fed_now(site.as_one())
             form, lengths = fed.form, fed.rows.lengths or ()
-            # Uneven rows of a function that communicates go to all devices as one. Its first trace tells.
-            is_sent = (
-                fed.num_slices == 1 and (form.is_plain or form.newest is not None) and not (in_list or form.exchanges)
-            )
+            is_sent = fed.num_slices == 1 and not (in_list or form.exchanges)
             # Arrays that were sent without filler stand for those that the source has lent.
             is_exact = gives_back and form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
-            if not is_sent or (gives_back and not is_exact):
+            # Rows of several data are kept: if the source writes to one and the loop to another, both are needed.
+            if not is_sent or (gives_back and not is_exact) or len(self.data) > 1:
                 fed.keep()
             if is_sent:
                 fed.send_early()
+            else:
+                fed.placed()
             if gives_back:
                 rows = fed.sent if is_sent and is_exact else fed.rows.sources
                 self.bound = _with_own_arrays(self.bound, rows or (), fed.placed())
                 fed.given = self.bound, self._options
-        self._fed = fed
+        self._fed, self._group = fed, site.group
 
-    def pass_by(self, before: list[int]) -> None:
-        """Note that the source was asked. What it has written to data since then comes after this call."""
-        now = self.versions()
-        if now != before:
-            self._is_passed, self._versions = True, now if before == self._versions else self._versions
-            if self._fed is None:
-                self._versions = []
+    def _fed_now(self, site: Site) -> Fed:
+        """Feed the call from what its arguments hold now, but from what it has of data that the source has passed."""
+        self._versions = [data._version for data in self.data] if self.data else []
+        fed, old = feed(site, self.bound, self._options), self._fed
+        if not self._passed or old is None:
+            return fed
+        sources, selections, broadcast = [*fed.rows.sources], [*fed.rows.selections], [*fed.placed()]
+        leaves, spec = self.bound.leaves, self.bound.spec
+        for i, at in enumerate(spec.scattered):
+            if id(leaves[at]) in self._passed:
+                self._is_lost |= fed.rows.inputs[i] != old.rows.inputs[i]
+                sources[i], selections[i] = old.rows.sources[i], old.rows.selections[i]
+        for i, at in enumerate(spec.broadcast):
+            if id(leaves[at]) in self._passed:
+                broadcast[i] = old.placed()[i]
+        fed.rows, fed.broadcast = fed.rows._replace(sources=sources, selections=selections), broadcast
+        return fed
 
-    def refresh(self, site: Site, in_list: bool, by_turn: set[int]) -> None:
-        """Feed the call again if anybody but the source has written to its data since."""
-        if self.data and self._fed is not None and not self._is_passed:
-            pairs = zip(self.data, self._versions, strict=True)
-            if written := [data for data, version in pairs if data._version != version]:
-                by_turn.update(map(id, written))
+    def pass_by(self, since: int) -> None:
+        """Note that the source was asked after so many writes. What it has written comes after this call."""
+        for i, data in enumerate(self.data):
+            if data._version > since:
+                self._is_lost |= self._fed is None
+                self._passed.add(id(data))
+                self._versions[i] = data._version
+
+    def _is_stale(self, swapped: Set[int]) -> bool:
+        """Tell whether others than the source have written to the data since."""
+        stale = {id(data) for data, version in zip(self.data, self._versions, strict=False) if data._version != version}
+        # Calls in turn would have written in another order.
+        self._is_lost |= not stale.isdisjoint(self._passed | swapped)
+        return bool(stale)
+
+    def refresh(self, site: Site, in_list: bool, swapped: Set[int]) -> bool:
+        """Feed the call again if others than the source have written to its data, and tell whether they have.
+
+        The source has written to the data `swapped` for calls that are not due yet.
+        """
+        is_stale = self._is_stale(swapped)
+        if is_stale and self._fed is not None and not self._is_lost:
+            try:
+                self._feed(site, in_list, gives_back=False)
+            # The call raises it at its turn, if it is still so.
+            except Exception:
                 self._fed = None
-                self.wait(site, in_list, set())
+        return is_stale
 
-    def due(self, site: Site) -> Fed:
+    def due(self, site: Site, swapped: Set[int] = frozenset()) -> Fed:
         """Return the fed call at its turn. Callers hold the lock."""
         fed = self._fed
-        if self.data and self._is_passed and self._versions != self.versions():
+        is_stale = bool(self.data) and self._is_stale(swapped)
+        is_same = fed is not None and self._group is site.group and fed.kind.base.options == trace_options()
+        if fed is None or is_stale or not is_same or fed.function is not site.function:
+            if not self._is_lost:
+                self._fed = fed = self._fed_now(site)
+                self._group = site.group
+        if self._is_lost or fed is None:
             names = ", ".join(dict.fromkeys(data.name for data in self.data))
             raise SynkError(
                 f"{site.function.name}: both the source of the loop and others have written to {names} since this "
-                f"item was taken early, so the rows that it reads are gone. Write from one place, or give prefetch=0 "
-                f"and per_launch=1, which take an item when the loop comes to it."
+                f"item was taken early, so the rows that it should read are gone. Write from one place, or give "
+                f"prefetch=0 and per_launch=1, which take an item when the loop comes to it."
             )
-        is_as_fed = (
-            fed is not None
-            and fed.site.group is site.group
-            and fed.site.function is site.function
-            and fed.kind.base.options == trace_options()
-            and (not self.data or self._versions == self.versions())
-        )
-        if not is_as_fed:
-            self._versions = self.versions()
-            self._fed = fed = feed(site, self.bound, self._options)
-        assert fed is not None
         return fed
 
 
