@@ -258,9 +258,10 @@ def rows_taken(ready: Fed) -> Rows:
 
 def values_of(ready: Fed, rows: Rows, parts: PartRows | None) -> list[Any]:
     """Return the arguments of a launch beside variables and states: rows, indexes of rows, and broadcast arguments."""
-    broadcast = ready.placed() if ready.broadcast is None else ready.broadcast
+    if ready.broadcast is None:
+        ready.broadcast = ready.kind.place_broadcast(ready.site.group, ready.leaves)
     if parts is None:
-        return [*broadcast]
+        return [*ready.broadcast]
     group, stats, start = ready.site.group, ready.site.function.stats, perf_counter()
     try:
         values = feed_rows(group, rows, parts)
@@ -274,7 +275,7 @@ def values_of(ready: Fed, rows: Rows, parts: PartRows | None) -> list[Any]:
     if held_index is not None:
         values.append(index_on_replicas(group, held_index, rows.on_replicas, parts))
     stats.sending += perf_counter() - start
-    values += broadcast
+    values += ready.broadcast
     return values
 
 

@@ -1,9 +1,9 @@
 """Iterate: make the calls of a loop over batches, which pick rows of its arguments."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from itertools import islice
+from itertools import count, islice
 from time import perf_counter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 
@@ -12,15 +12,13 @@ from .._base.pytree import as_keys, is_prng_key
 from .._call.binding import BoundArguments, CallOptions
 from .._call.leaves import check_leaves, recognise_leaves, spec_of_part
 from .._call.rows import common_rows
-from .._call.spec import FunctionSpec, Stats
+from .._call.spec import FunctionSpec
 from .._data.dataset import Data
 from .._runtime.group import Group
 from .._variables.variable import Shared
 from .minibatches import Minibatches, behind_bar
 from .prefetch import check_iterable
 from .waiting import Waiting, data_among
-
-T = TypeVar("T")
 
 _END = object()
 
@@ -114,7 +112,15 @@ class Batches:
         lent, subset, data = tuple(self._values), options.output_subset, None
         if not self._values:
             data = data_among(self._bound)
-        for turn, batch in enumerate(Timed(batches, self._stats)):
+        items, stats = iter(batches), self._stats
+        for turn in count():
+            begun = perf_counter()
+            try:
+                batch = next(items)
+            except StopIteration:
+                return
+            finally:
+                stats.loading += perf_counter() - begun
             self.note_order(batch)
             bound, slices = self._bound, options.num_slices
             if self._values:
@@ -145,20 +151,6 @@ class Batches:
             )
         # A Data would be dealt out by rows, and this value goes whole to every replica.
         return as_keys(value[:], value._key) if isinstance(value, Data) else value
-
-
-class Timed(Iterator[T]):
-    """An iterator over a source that counts the time until it gives each item."""
-
-    def __init__(self, source: Iterable[T], stats: Stats) -> None:
-        self._items, self._stats = iter(source), stats
-
-    def __next__(self) -> T:
-        start = perf_counter()
-        try:
-            return next(self._items)
-        finally:
-            self._stats.loading += perf_counter() - start
 
 
 def check_batches(

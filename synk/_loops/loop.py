@@ -115,6 +115,7 @@ class Loop(Prefetch[list[Waiting], Any]):
                     # its turn, if there is nothing to send early, or rows of a list are picked together.
                     call.keep_batch()
                 elif is_early or self._most > 1:
+                    self._looks_at_waiting |= bool(call.data)
                     if call.data and not self._is_alone:
                         call.written.update(id(data) for data in call.data if data._version > since)
                     call.wait(self._launcher.site(), self._most > 1)

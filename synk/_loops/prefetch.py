@@ -45,6 +45,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
     """
 
     gives_lists = False
+    # Whether items that wait are to be looked at after each launch.
+    _looks_at_waiting = False
 
     def __init__(
         self, source: Iterable[Any], items: Iterable[Any], size: int, name: str, refuse: Callable[[], None]
@@ -89,7 +91,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
             result = self._launch(waiting.popleft())
-            self._launched()
+            if self._looks_at_waiting:
+                self._launched()
             # After the launch, so that the rows of the next items are sent while this call runs.
             for _ in range(self._size - len(waiting)):
                 self._take_item(is_early=True)

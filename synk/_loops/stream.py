@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from operator import is_
+from time import perf_counter
 from typing import Any
 
 from .._base.pytree import is_prng_key
 from .._call.binding import ArgumentBinder, BoundArguments, CallOptions
 from .._call.spec import FunctionSpec
-from .iterate import PerBatch, Timed, warn_of_keys
+from .iterate import PerBatch, warn_of_keys
 from .prefetch import check_iterable
 from .waiting import Waiting
 
@@ -25,9 +26,14 @@ class Items:
     def calls(self, source: Iterable[Any], options: CallOptions) -> Iterator[Waiting]:
         """Yield the call of each item, when it is asked for."""
         check_iterable(source, f"{self._name}: its source", "arguments, e.g. a data loader")
-        return map(partial(self._call, options), count(), Timed(source, self._function.stats))
+        return map(partial(self._call, iter(source), options), count())
 
-    def _call(self, options: CallOptions, turn: int, item: Any) -> Waiting:
+    def _call(self, items: Iterator[Any], options: CallOptions, turn: int) -> Waiting:
+        begun = perf_counter()
+        try:
+            item = next(items)
+        finally:
+            self._function.stats.loading += perf_counter() - begun
         bound, name = _bind(self._binder, item), self._name
         keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
         # The same object, not an equal one: a loader that draws keys may draw equal ones by a seed of its own choice.

@@ -34,7 +34,9 @@ class Waiting:
       written: the data, by id, to which the source has written while it made this call early.
     """
 
-    __slots__ = ("_fed", "_group", "_is_lost", "_lent", "_options", "_passed", "_versions", "bound", "data", "written")
+    __slots__ = (
+        "_error", "_fed", "_group", "_is_lost", "_lent", "_options", "_passed", "_versions", "bound", "data", "written",
+    )  # fmt: skip
 
     def __init__(
         self, bound: BoundArguments, options: CallOptions, lent: Sequence[int], data: Sequence[Data] | None = None
@@ -46,9 +48,11 @@ class Waiting:
         self._fed: Fed | None = None
         self._group: Group | None = None
         self._versions: list[int] = []
-        # Data to which the source has written since, and whether the call was not fed then: nobody has its rows.
+        # Data to which the source has written since, and whether the call was not fed then: nobody has its rows. If an
+        # error was why, it is raised at the call's turn.
         self._passed: set[int] = set()
         self._is_lost, self.written = False, set[int]()
+        self._error: Exception | None = None
 
     def takes_from_devices(self) -> bool:
         """Tell whether all rows lie on devices, so that there is nothing to send early."""
@@ -62,9 +66,10 @@ class Waiting:
     def keep_batch(self) -> None:
         """Copy the batch, unless it never changes: the source may write the next one there."""
         batch = self._options.batch
-        if type(batch) not in _NEVER_CHANGE:
-            kept = batch.copy() if isinstance(batch, np.ndarray) else deepcopy(batch)
-            self._options = self._options._replace(batch=kept)
+        if isinstance(batch, np.ndarray):
+            self._options = CallOptions(batch.copy(), *self._options[1:])
+        elif type(batch) not in _NEVER_CHANGE:
+            self._options = self._options._replace(batch=deepcopy(batch))
 
     def wait(self, site: Site, in_list: bool) -> None:
         """Feed the call, and keep what its owners may change before its turn.
@@ -73,7 +78,8 @@ class Waiting:
           site: where it will run.
           in_list: whether a program may run several such calls, to which rows go together.
         """
-        self.keep_batch()
+        if type(self._options.batch) not in _NEVER_CHANGE:
+            self.keep_batch()
         # Lists of calls without data are recognised when they are due, since only then it is told which go together.
         is_fed = not (in_list and len(self._lent) == len(self.bound.leaves) and not self.data)
         is_fed = is_fed and _can_wait_fed(site.group, self.bound, self._options)
@@ -88,7 +94,8 @@ class Waiting:
             if is_fed:
                 self._feed(site, in_list, bool(self._lent) and not is_read_again)
         # The call raises it at its turn, if it is still so.
-        except Exception:
+        except Exception as error:
+            self._error = error
             self._copy_lent()
 
     def _copy_lent(self, which: Sequence[int] | None = None, of: type = object) -> None:
@@ -165,8 +172,8 @@ class Waiting:
             try:
                 self._feed(site, in_list, gives_back=False)
             # The call raises it at its turn, if it is still so.
-            except Exception:
-                self._fed = None
+            except Exception as error:
+                self._fed, self._error = None, error
         return is_stale
 
     def due(self, site: Site, swapped: Set[int] = frozenset()) -> Fed:
@@ -179,12 +186,16 @@ class Waiting:
                 self._fed = fed = self._fed_now(site)
                 self._group = site.group
         if self._is_lost or fed is None:
+            if self._error is not None:
+                raise self._error
             names = ", ".join(dict.fromkeys(data.name for data in self.data))
             raise SynkError(
                 f"{site.function.name}: both the source of the loop and others have written to {names} since this "
                 f"item was taken early, so the rows that it should read are gone. Write from one place, or give "
                 f"prefetch=0 and per_launch=1, which take an item when the loop comes to it."
             )
+        # The view of a site keeps states of variables for one call.
+        fed.site = site if fed.site.group is site.group else site.as_one()
         return fed
 
 
