@@ -281,7 +281,8 @@ class Packed(Storage):
                 leaves[numbers[0]] = buffer
                 continue
             numpy: Any = np if isinstance(buffer, np.ndarray) else jnp
-            for i, part in zip(numbers, numpy.split(buffer, len(numbers), axis=-1), strict=True):
+            ends = np.cumsum([self.shapes[i].size for i in numbers[:-1]])
+            for i, part in zip(numbers, numpy.split(buffer, ends, axis=-1), strict=True):
                 leaves[i] = part.reshape((*buffer.shape[:-1], *self.shapes[i].shape))
         return [leaves[i] for i in range(len(self.shapes))]
 

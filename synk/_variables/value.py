@@ -37,7 +37,8 @@ from .storage import Buffers, Packed, Shapes, Shards, Storage, storage_of
 SMALL = 1 << 16
 # The most leaves that share an array. XLA's CPU compiler makes a kernel for each place in an array from which a leaf is
 # cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer. There
-# only leaves of one node of the tree share arrays: those of each layer then lie at the same places.
+# leaves of one node of the tree share arrays, of any shape: those of each layer then lie at the same places. Elsewhere
+# leaves of one shape do, of any node.
 LEAVES_A_BUFFER = 16
 
 
@@ -83,14 +84,14 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, sharded: bool) -> tupl
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
-    nodes, together = _buffers(shapes, [path[:-1] for path, _ in leaves]), _buffers(shapes, [()] * len(shapes))
-    # The number of arrays tells both apart.
-    buffers = nodes, min(nodes, together, key=len)
+    nodes, alike = _buffers(shapes, [path[:-1] for path, _ in leaves]), _buffers(shapes, [s.shape for s in shapes])
+    # The number of arrays tells both ways apart, so there is one where both have as many.
+    buffers = nodes, nodes if len(nodes) == len(alike) else alike
     storage = storage_of(Storage, shapes)
     if sharded:
         storage = storage_of(Shards, shapes, *buffers, tuple(s.size * s.dtype.itemsize > SMALL for s in shapes))
     # Leaves are concatenated on the host, which cannot read arrays of other processes.
-    elif all(map(_is_readable, data)) and len(together) < len(shapes):
+    elif all(map(_is_readable, data)) and min(map(len, buffers)) < len(shapes):
         storage = storage_of(Packed, shapes, *buffers)
     # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
     copied = [i for i, leaf in enumerate(data) if isinstance(leaf, jax.Array) or not (borrow or is_abstract)]
@@ -99,13 +100,13 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, sharded: bool) -> tupl
     return ValueSpec(treedef, paths, tuple(map(key_of, arrays)), storage), data
 
 
-def _buffers(shapes: Sequence[jax.ShapeDtypeStruct], nodes: Sequence[Any]) -> Buffers:
-    """Choose which leaves share an array: small ones of one dtype and shape, of one node of the tree."""
+def _buffers(shapes: Sequence[jax.ShapeDtypeStruct], marks: Sequence[Any]) -> Buffers:
+    """Choose which leaves share an array: small ones of one dtype and one mark, a node of the tree or a shape."""
     alike: dict[Any, list[int]] = {}
-    for i, (shape, node) in enumerate(zip(shapes, nodes, strict=True)):
+    for i, (shape, mark) in enumerate(zip(shapes, marks, strict=True)):
         # XLA packs numbers below a byte in ways of its own.
         is_small = 0 < shape.size * shape.dtype.itemsize <= SMALL and bits_of(shape.dtype) >= 8
-        alike.setdefault((shape.dtype, shape.shape, node) if is_small else i, []).append(i)
+        alike.setdefault((shape.dtype, mark) if is_small else i, []).append(i)
     groups = [some[at : at + LEAVES_A_BUFFER] for some in alike.values() for at in range(0, len(some), LEAVES_A_BUFFER)]
     return tuple(map(tuple, groups))
 
