@@ -11,6 +11,7 @@ from collections import Counter
 import jax
 import numpy as np
 
+import synk._call.feed as feed
 import synk._call.kinds as kinds
 from synk._base.pytree import SCALARS, key_of, number_dtype
 from synk._call.leaves import LeafSpec
@@ -90,7 +91,7 @@ def pytest_configure(config):
     for fn in (recognise, select, with_plan):
         # Tracebacks of errors show no frame of synk's own files, so no frame of these either.
         fn.__code__ = fn.__code__.replace(co_filename=kinds.__file__)
-    kinds.recognise, kinds.Kind.select, Form.with_plan = recognise, select, with_plan
+    feed.recognise, kinds.Kind.select, Form.with_plan = recognise, select, with_plan
 
 
 def pytest_terminal_summary(terminalreporter):

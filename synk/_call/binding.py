@@ -110,10 +110,12 @@ class BoundArguments(NamedTuple):
 
     Attributes:
       leaves: the leaves as the user passed them.
+      numbers: if a loop has kept the rows of a batch, the `Selection` of their numbers in the loop's input.
     """
 
     spec: ArgumentSpec
     leaves: list[Any]
+    numbers: Any = None
 
 
 class ArgumentBinder:

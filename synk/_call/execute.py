@@ -336,6 +336,7 @@ def execute_fitting(ready: Fed) -> Any:
             if is_lost or choice.slices == choice.most:
                 raise
             choice.slices, choice.has_run = min(2 * choice.slices, choice.most), False
+        assert ready.given is not None
         ready = prepare(ready.site, *ready.given)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .._base.errors import SynkError
 from .._base.partition import lengths_of
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection
@@ -36,7 +37,7 @@ class Fed:
 
     Attributes:
       site: where it runs.
-      given: its arguments and options, from which it can be fed again.
+      given: its arguments and options, from which it can be fed again; None if they hold other rows by now.
       kind: what it has in common with calls that differ in values alone.
       leaves: the leaves of its arguments.
       form: what it has in common with calls that pick as many rows.
@@ -55,6 +56,7 @@ class Fed:
         "states",
     )  # fmt: skip
     broadcast: list[Any] | None
+    given: Given | None
     sent: list[Any] | None
     plan: CallPlan
     states: dict[Shared, VariableState] | None
@@ -177,13 +179,15 @@ def planned(fed: Fed, *, may_check: bool = False) -> Fed:
                 f"{function.name}: it communicates inside, and its synk.local rows do not divide over the replicas. "
                 f"Give each replica as many, or all processes the same rows."
             )
+        if fed.given is None:
+            raise SynkError(f"{function.name}: it has begun to communicate, and the rows of this item are gone.")
         return planned(feed(site.as_one(), *fed.given), may_check=may_check)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
     if plan.scattered:
         _check_dealt_out(function.name, rows.lengths or (), site.group.size)
     # SYNK_CHECK=law checks the first call of each kind, before it runs.
-    if may_check and fed.kind.is_new:
+    if may_check and fed.kind.is_new and fed.given is not None:
         function.on_first_call(site, *fed.given, plan)
         fed.kind.is_new = False
     fed.form.note_plan(site, form)

@@ -90,7 +90,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
             if variable in prober.reads:
                 return Blame(what)
         if rows is not None and span is not None:
-            row = _blame_row(ready, prober, rows.positions, span)
+            row = _blame_row(ready, prober, rows.numbers, span)
             if row is not None:
                 return row
         if before:
@@ -100,7 +100,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         if rows is None or span is None:
             return Blame(after[0][0], probes=prober.probes) if after else None
         (first, last), line = (
-            (int(rows.positions[row]) for row in span),
+            (int(rows.numbers[row]) for row in span),
             prober.run_alone(range(span[0], span[1] + 1))[1],
         )
         what = _together(function.name, _outputs_not_finite(site, bound, options), (first, last), line)

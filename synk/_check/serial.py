@@ -106,6 +106,7 @@ class CallRows:
 
     Attributes:
       positions: the place of each row in the arguments, or in minibatch data where all arguments are such.
+      numbers: the numbers of the rows for users: a loop may have kept the rows of a batch.
     """
 
     def __init__(self, bound: BoundArguments, rows: Rows) -> None:
@@ -113,7 +114,9 @@ class CallRows:
         picked = [i for i, place in enumerate(bound.spec.scattered) if not _is_minibatch(bound.leaves[place])]
         self._has_batch = bool(picked)
         selection = rows.selections[picked[0] if picked else 0]
-        self.positions = selection.positions(0, sum(rows.lengths or ()))
+        self.positions = self.numbers = selection.positions(0, sum(rows.lengths or ()))
+        if bound.numbers is not None:
+            self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.positions]
 
     def call_of(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
         """Make arguments and options for a call with some of the rows, by their numbers in this call."""

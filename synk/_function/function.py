@@ -197,18 +197,18 @@ class Function:
             # "auto" tries the call in 1, 2, 4... slices. With blocks slices change nothing, so one try is enough.
             result = launch(fed) if fed.choice is None else launch(fed, execute_fitting)
         except NotFinite as error:
-            raise FloatingPointError(self._not_finite(*fed.given)) from error.__cause__
+            raise FloatingPointError(self._not_finite(fed)) from error.__cause__
         self.stats.calls += 1
         return result
 
-    def _not_finite(self, bound: BoundArguments, options: CallOptions) -> str:
+    def _not_finite(self, fed: Fed) -> str:
         message = f"{self.name}: its outputs or updates are not finite"
-        if options.batch_s is not None:
+        if fed.given is not None and fed.given[1].batch_s is not None:
             message += "; rows that batch_s picks are not tried one by one"
-        else:
+        elif fed.given is not None:
             # Rows that cannot be tried one by one raise ValueError.
             with suppress(SynkError, ValueError), jax.debug_nans(False), jax.debug_infs(False):
-                message = str(self._blame(bound, options) or message)
+                message = str(self._blame(*fed.given) or message)
         return f"{message.rstrip('.')}. Nothing was updated."
 
     @public_api
@@ -318,7 +318,7 @@ class Function:
         self.stats.calls += len(results)
         if not is_refused:
             return results, None
-        return results, FloatingPointError(self._not_finite(*these[len(results)].given))
+        return results, FloatingPointError(self._not_finite(these[len(results)]))
 
     def _note_order(self, batch: Any) -> None:
         """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop."""

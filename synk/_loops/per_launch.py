@@ -97,7 +97,7 @@ def launch_several(
         raise RunsAlone(plan.why)
     if not function.is_over:
         check_row_count(function.name, plan.least_rows, first.rows.lengths)
-    if first.kind.is_new:
+    if first.kind.is_new and first.given is not None:
         function.on_first_call(first.site, *first.given, plan)
         first.kind.is_new = False
     of_one, first.form, first.plan = first.form, form, plan

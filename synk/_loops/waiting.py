@@ -114,10 +114,17 @@ class Waiting:
                 fed = self._fed_now(site.as_one())
             form, lengths = fed.form, fed.rows.lengths or ()
             is_sent = fed.num_slices == 1 and not (in_list or form.exchanges)
+            # Rows of plain arrays are kept to name one that makes a result not finite.
+            keeps = site.function.refuses_nan and not self.data and not gives_back
+            if keeps:
+                numbers = next(iter(fed.rows.selections), None)
+                fed.keep()
+                of_rows = _with_own_arrays(self.bound, fed.rows.sources, ())._replace(numbers=numbers)
+                fed.given = of_rows, self._options._replace(batch=None)
             # Arrays that were sent without filler stand for those that the source has lent.
             is_exact = gives_back and form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
             # Rows of several data are kept: if the source writes to one and the loop to another, both are needed.
-            if not is_sent or (gives_back and not is_exact) or len(self.data) > 1:
+            if not keeps and (not is_sent or (gives_back and not is_exact) or len(self.data) > 1):
                 fed.keep()
             if is_sent:
                 fed.send_early()
@@ -154,6 +161,8 @@ class Waiting:
                 self._is_lost |= self._fed is None
                 self._passed.add(id(data))
                 self._versions[i] = data._version
+                if self._fed is not None:
+                    self._fed.given = None
 
     def _is_stale(self, swapped: Set[int]) -> bool:
         """Tell whether others than the source have written to the data since."""
@@ -215,7 +224,7 @@ def _with_own_arrays(bound: BoundArguments, rows: Sequence[Any], broadcast: Sequ
     for i, array in zip(spec.scattered, rows, strict=False):
         key = key_of(leaves[i])
         leaves[i] = array if key is None else as_keys(array, key)
-    for i, array in zip(spec.broadcast, broadcast, strict=True):
+    for i, array in zip(spec.broadcast, broadcast, strict=False):
         if hasattr(leaves[i], "__array__") and not isinstance(leaves[i], jax.Array):
             leaves[i] = array
     return bound._replace(leaves=leaves)

@@ -60,7 +60,7 @@ class Storage:
     # Leaves of one replica.
 
     def pack(self, leaves: Sequence[Any], like: Group | Sequence[Any]) -> list[Any]:
-        """Pack logical leaves, or their shapes, into stored ones: as a group has them, or into as many as `like` has."""
+        """Pack leaves, or their shapes, into stored ones: as a group has them, or into as many as `like` has."""
         return list(leaves)
 
     def unpack(self, *stored: Any) -> list[Any]:

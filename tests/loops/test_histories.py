@@ -9,6 +9,7 @@ import os
 import signal
 import traceback
 from collections import Counter
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import jax
@@ -83,7 +84,9 @@ def by_calls(world, tape):
             # Ctrl-C comes at once, when the source is asked early, after one of these calls.
             world.states = [values(*world.variables)]
             for _ in range(loop.k or 1 if isinstance(entry, KeyboardInterrupt) else 1):
-                call()
+                # It comes before the error of a call in the list that is being made.
+                with suppress(Exception) if isinstance(entry, KeyboardInterrupt) else nullcontext():
+                    call()
                 world.states.append(values(*world.variables))
             if isinstance(entry, KeyboardInterrupt):
                 raise KeyboardInterrupt
@@ -119,7 +122,10 @@ def told(world, begin, tape):
                     world.write_variable(variable, rng)
                 continue
             except Exception as error:
-                yield f"{type(error).__name__}: {error}".removesuffix(OF_ITEMS), values(*world.variables)
+                # Rows to which the source has written since are not there to name one of them.
+                is_named = not (isinstance(error, FloatingPointError) and h.by_source)
+                said = f"{type(error).__name__}: {error if is_named else ''}"
+                yield said.removesuffix(OF_ITEMS), values(*world.variables)
                 if isinstance(error, synk.SynkError) and h.kind == "both":
                     return
                 continue
