@@ -13,8 +13,10 @@ from .._base.pytree import as_keys, key_of
 from .._call.binding import AUTO, BoundArguments, CallOptions
 from .._call.feed import Fed, feed
 from .._call.plan import Instead, Site
+from .._call.rows import Rows
 from .._data.dataset import Data
 from .._data.process_rows import ProcessLocalRows
+from .._data.selection import Selection
 from .._data.sources import copied
 from .._data.transfer import can_go_ahead
 from .._runtime.dispatch import LOCK
@@ -35,7 +37,8 @@ class Waiting:
     """
 
     __slots__ = (
-        "_error", "_fed", "_group", "_is_lost", "_lent", "_options", "_passed", "_versions", "bound", "data", "written",
+        "_error", "_fed", "_group", "_is_kept", "_is_lost", "_lent", "_options", "_passed", "_versions", "bound",
+        "data", "written",
     )  # fmt: skip
 
     def __init__(
@@ -44,8 +47,9 @@ class Waiting:
         """Make a call of these arguments, of which the source of the loop has lent some leaves, by number."""
         self.bound, self._options, self._lent = bound, options, lent
         self.data = data_among(bound) if data is None else data
-        # The call as it is fed, for this group, and the versions of the data then.
+        # The call as it is fed, for this group, the versions of the data then, and whether it has copies of rows.
         self._fed: Fed | None = None
+        self._is_kept = False
         self._group: Group | None = None
         self._versions: list[int] = []
         # Data to which the source has written since, and whether the call was not fed then: nobody has its rows. If an
@@ -109,11 +113,15 @@ class Waiting:
     def _feed(self, site: Site, in_list: bool, gives_back: bool) -> None:
         with LOCK:
             fed = self._fed_now(site)
-            # A function that communicates runs on all devices as one, if rows do not divide. Its trace tells.
-            if not fed.form.is_plain and isinstance(fed.form.with_plan(site)[1], Instead):
-                fed = self._fed_now(site.as_one())
+            is_known = fed.form.is_plain or fed.form.newest is not None
+            # A function that communicates runs on all devices as one, if rows do not divide. Its trace tells, which
+            # processes make together.
+            if not is_known and not site.group._is_multi_process:
+                is_known = True
+                if isinstance(fed.form.with_plan(site)[1], Instead):
+                    fed = self._fed_now(site.as_one())
             form, lengths = fed.form, fed.rows.lengths or ()
-            is_sent = fed.num_slices == 1 and not (in_list or form.exchanges)
+            is_sent = fed.num_slices == 1 and is_known and not (in_list or form.exchanges)
             # Rows of plain arrays are kept to name one that makes a result not finite.
             keeps = site.function.refuses_nan and not self.data and not gives_back
             if keeps:
@@ -124,16 +132,18 @@ class Waiting:
             # Arrays that were sent without filler stand for those that the source has lent.
             is_exact = gives_back and form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
             # Rows of several data are kept: if the source writes to one and the loop to another, both are needed.
-            if not keeps and (not is_sent or (gives_back and not is_exact) or len(self.data) > 1):
+            self._is_kept = keeps or not is_sent or (gives_back and not is_exact) or len(self.data) > 1
+            if self._is_kept and not keeps:
                 fed.keep()
             if is_sent:
                 fed.send_early()
             else:
                 fed.placed()
             if gives_back:
-                rows = fed.sent if is_sent and is_exact else fed.rows.sources
-                self.bound = _with_own_arrays(self.bound, rows or (), fed.placed())
-                fed.given = self.bound, self._options
+                if not self._is_kept:
+                    fed.rows = _rows_of(fed.rows, fed.sent or ())
+                self.bound = _with_own_arrays(self.bound, fed.rows.sources, fed.placed())
+                fed.given, fed.leaves = (self.bound, self._options), self.bound.leaves
         self._fed, self._group = fed, site.group
 
     def _fed_now(self, site: Site) -> Fed:
@@ -146,12 +156,14 @@ class Waiting:
         leaves, spec = self.bound.leaves, self.bound.spec
         for i, at in enumerate(spec.scattered):
             if id(leaves[at]) in self._passed:
-                self._is_lost |= fed.rows.inputs[i] != old.rows.inputs[i]
+                is_there = self._is_kept or old.rows.inputs[i].feed.layout != "rows"
+                self._is_lost |= not is_there or fed.rows.inputs[i] != old.rows.inputs[i]
                 sources[i], selections[i] = old.rows.sources[i], old.rows.selections[i]
         for i, at in enumerate(spec.broadcast):
             if id(leaves[at]) in self._passed:
                 broadcast[i] = old.placed()[i]
         fed.rows, fed.broadcast = fed.rows._replace(sources=sources, selections=selections), broadcast
+        fed.given = None
         return fed
 
     def pass_by(self, since: int) -> None:
@@ -216,6 +228,12 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Data | Shared):
         return leaf
     return ProcessLocalRows(copied(leaf.source)) if isinstance(leaf, ProcessLocalRows) else copied(leaf)
+
+
+def _rows_of(rows: Rows, sent: Sequence[Any]) -> Rows:
+    """Return the same rows where they were sent to, so that what they came from can go."""
+    whole = [Selection(None, 0, selection.rows) for selection in rows.selections]
+    return rows._replace(sources=sent[: len(whole)], selections=whole)
 
 
 def _with_own_arrays(bound: BoundArguments, rows: Sequence[Any], broadcast: Sequence[Any]) -> BoundArguments:

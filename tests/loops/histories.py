@@ -94,7 +94,7 @@ def mapped(w, **options):
     f = synk.map(lambda x, y, rate: jnp.tanh(scaled(x[None], rate)[0] * w.value) * y, ["x", "y"], **options)
 
     @f.then
-    def f(rows):
+    def _(rows):
         w.value = 0.5 * w.value + rows.mean(0)
         return rows
 
@@ -216,7 +216,7 @@ class World:
 
     def write(self, name, rng, rows=None, whole=False):
         """Write to data in some way, or to an array of NumPy's."""
-        data = self.args[name]
+        data: Any = self.args[name]
         new = noise(rng, *(data.shape if rows is None else (rows, *data.shape[1:])), nan=self.h.nan)
         order, of = rng.permutation(len(new))[: rng.integers(1, len(new) + 1)], np.arange(len(new))
         at: Any = [int(order[0]), slice(order[0], None), order, np.isin(of, order), ..., None][rng.integers(6)]
