@@ -424,6 +424,26 @@ def test_communication_inside(size):
 
 
 @in_groups
+@pytest.mark.parametrize("place", ["host", "scatter"])
+def test_updates_of_one_replica_of_all_devices(place):
+    """Each list reads the variables as the list before has left them, where their group is seen by another."""
+
+    def trained(**loop):
+        w = synk.shared(np.ones(X.shape[1], np.float32))
+
+        def f(x):
+            w.value = 0.9 * w.value + x.mean(0)
+            return x @ w.value
+
+        f = synk.function(f, engine="jit", reduce="concat")
+        data = synk.data(X, place=place)
+        results = [*f.iterate(data, batches=[[3, 1, 2, 7]] * 4 + [[5, 2]] * 5, **loop)]
+        return [flat(results) if loop else results, w.value]
+
+    assert_same(trained(per_launch=4), trained())
+
+
+@in_groups
 def test_map_of_rows():
     f = synk.map(lambda x, a: jnp.sum(x) * a, inputs=["x"])
     batches = synk.minibatches(50, 6)
