@@ -190,7 +190,8 @@ def planned(fed: Fed, *, may_check: bool = False) -> Fed:
     if may_check and fed.kind.is_new and fed.given is not None:
         function.on_first_call(site, *fed.given, plan)
         fed.kind.is_new = False
-    fed.form.note_plan(site, form)
+    if not fed.kind.is_new:
+        fed.form.note_plan(site, form)
     fed.form, fed.plan = form, plan
     return fed
 
