@@ -346,6 +346,8 @@ class Kind:
 
     def place_broadcast(self, group: Group, leaves: Sequence[Any]) -> list[Any]:
         """Bring the broadcast arguments to every replica; of a call that does not run, return their shapes."""
+        if not self._placers:
+            return []
         at = 0
         try:
             # `at` tells the error below which argument was on its way.

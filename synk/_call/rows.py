@@ -213,7 +213,7 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
         if key not in indexes:
             has_all = layout == "replicated" or (group.size == 1 and rows.on_replicas is None)
             indexes[key] = (
-                _index_of_all(group, selection, index, widened(parts, overlap))
+                send_index(group, _positions_of_all(group, selection, index, widened(parts, overlap)))
                 if has_all
                 else index_on_replicas(group, index, None if overlap else rows.on_replicas, parts)
             )
@@ -243,10 +243,6 @@ def feed_calls(group: Group, calls: Sequence[Rows], parts: PartRows, most: int) 
         if index is not None:
             values.append(indexes[key])
     return values
-
-
-def _index_of_all(group: Group, selection: Selection, kind: IndexKind, parts: PartRows) -> Any:
-    return send_index(group, _positions_of_all(group, selection, kind, parts))
 
 
 def _positions_of_all(group: Group, selection: Selection, kind: IndexKind, parts: PartRows) -> np.ndarray:
