@@ -225,6 +225,8 @@ class Function:
         """Call the function for each batch; the next batches are picked and sent while a call runs.
 
         `batches` and the values of `synk.each` are asked for on the thread of the loop, right after a call is launched.
+        What the body of the loop writes to a `synk.data` is seen by the next result; plain arrays are read early. If
+        `batches` and the body both write to the data of a batch that was taken early, the loop raises there.
 
         A PRNG key given whole draws the same noise in every batch, which a warning says: give each batch its own by
         `synk.each(jax.random.split(key, number_of_all_batches))`.
@@ -353,7 +355,7 @@ class Function:
           source: gives the arguments of each call: a tuple or list by position, a mapping by name, anything else as the
             only one. Any iterable: a `torch.utils.data.DataLoader`, Grain, `tf.data`'s `as_numpy_iterator()`, a
             generator. Items may have any numbers of rows. The memory of their arrays may be used again for the next
-            item, but not the memory of a `synk.data`.
+            item, and so may a `synk.data`.
           prefetch: how many items to take early. With 0, an item is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
