@@ -52,8 +52,8 @@ def recognise(site, bound, options):
         options = options._replace(output_subset=tuple(options.output_subset))
     full = kinds.Kind(site, bound.spec, specs, options)
     assert kind.base == full.base, (kind.base, full.base)
-    assert [(i, place.__qualname__) for i, place in kind._placers] == [
-        (i, place.__qualname__) for i, place in full._placers
+    assert [(i, place.__qualname__) for i, place in kind.placers] == [
+        (i, place.__qualname__) for i, place in full.placers
     ]
     _last.kinds = kind, full
     _compared["kinds"] += 1

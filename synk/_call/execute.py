@@ -115,7 +115,9 @@ def values_of_calls(calls: Sequence[Fed], repeat: Repeat) -> list[Any]:
     # Broadcast arguments that all calls share are sent once.
     for i in repeat.own:
         leaf = ready.call.arguments.broadcast[i]
-        broadcast[i] = stack_leaves(group, [fed.leaves[leaf] for fed in calls], repeat.most)
+        # Data may have been written to since its call was fed.
+        values_of_leaf = [fed.placed()[i] if i in fed.seen else fed.leaves[leaf] for fed in calls]
+        broadcast[i] = stack_leaves(group, values_of_leaf, repeat.most)
     ready.function.stats.sending += perf_counter() - start
     return [*values, *broadcast]
 

@@ -45,6 +45,7 @@ class Fed:
       num_slices: in how many slices replicas run.
       choice: if synk has chosen the number of slices, the choice.
       broadcast: the broadcast arguments on the replicas; None until they are brought there.
+      seen: the version of each broadcast argument that is data, by number.
       sent: the values of its only launch; None until they are sent.
       plan: how it runs, which the launch finds.
       states: the states of the variables in which the launch has found them; None if some are to be brought there.
@@ -52,8 +53,8 @@ class Fed:
 
     # Each attribute is set in place: to copy such a record would take a tenth of a warm call.
     __slots__ = (
-        "broadcast", "choice", "form", "given", "kind", "leaves", "num_slices", "plan", "rows", "sent", "site",
-        "states",
+        "broadcast", "choice", "form", "given", "kind", "leaves", "num_slices", "plan", "rows", "seen", "sent",
+        "site", "states",
     )  # fmt: skip
     broadcast: list[Any] | None
     given: Given | None
@@ -73,6 +74,7 @@ class Fed:
         self.site, self.given, self.kind, self.leaves = site, given, kind, leaves
         self.form, self.rows = selected
         self.num_slices, self.choice = slices
+        self.seen = {n: leaves[i]._version for n, i in kind.broadcast_data} if kind.broadcast_data else {}
         self.broadcast = self.sent = self.states = None
 
     @property

@@ -1,6 +1,6 @@
 """Kinds: recognise a call by what does not depend on values, and prepare it: select its rows and find its plan."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 from weakref import ref
 
@@ -27,7 +27,16 @@ from .._data.selection import (
 from .._data.transfer import gather_rows
 from .._runtime.group import Group
 from .binding import ArgumentSpec, BoundArguments, CallOptions
-from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, placer_of, recognise_leaves, spec_of_part
+from .leaves import (
+    LeafSpec,
+    broadcast_aval,
+    check_leaves,
+    keys_of_data,
+    placer_of,
+    recognise_leaves,
+    spec_of_data,
+    spec_of_part,
+)
 from .parts import with_parts
 from .plan import Form, Site
 from .rows import (
@@ -76,9 +85,11 @@ class Kind:
         self._sort_by_rows()
         self.base = self._base_call(site, options)
         at_home = site.home is None or site.group is site.home._as_one
-        self._placers = [
+        self.placers = [
             (i, placer_of(specs[i], site.group, slices == 1, site.purpose == "absent", at_home)) for i in spec.broadcast
         ]
+        # The broadcast arguments that are data, by number, with their leaves.
+        self.broadcast_data = [(n, i) for n, i in enumerate(spec.broadcast) if specs[i].kind == "data"]
         self._forms = BoundedCache()
         # Whether `batch` picks the same rows of all scattered arguments.
         is_plain = not (self._minibatch or self._on_replicas or any(spec.overlaps) or self._has_batch_s)
@@ -344,14 +355,19 @@ class Kind:
             check_equal_counts(self.name, counts)
         return chosen.lengths, chosen
 
+    def fits(self, leaves: Sequence[Any], which: Set[int]) -> bool:
+        """Tell whether data among the leaves, given by id, is what it was for this kind."""
+        pairs = zip(leaves, self._specs, strict=True)
+        return all(spec_of_data(leaf) == spec for leaf, spec in pairs if id(leaf) in which)
+
     def place_broadcast(self, group: Group, leaves: Sequence[Any]) -> list[Any]:
         """Bring the broadcast arguments to every replica; of a call that does not run, return their shapes."""
-        if not self._placers:
+        if not self.placers:
             return []
         at = 0
         try:
             # `at` tells the error below which argument was on its way.
-            return [place(group, leaves[at := i]) for i, place in self._placers]
+            return [place(group, leaves[at := i]) for i, place in self.placers]
         except OverflowError as error:
             raise too_large(self._what(at), error) from None
 

@@ -278,9 +278,10 @@ class Data:
         # Array, length and place change together: another thread, or a handler of a signal, sees all or nothing.
         with LOCK, uninterrupted():
             self._copy = self._group = None
-            self._version = next(_writes)
             for name, value in changes.items():
                 setattr(self, name, value)
+            # Last: a spec that another thread has made meanwhile is of the version before.
+            self._version = next(_writes)
 
 
 refuse_use(

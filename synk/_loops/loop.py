@@ -131,7 +131,8 @@ class Loop(Prefetch[list[Waiting], Any]):
     def _launch(self, item: list[Waiting]) -> Any:
         if not self.gives_lists:
             with LOCK:
-                return self._launcher.run(item[0].due(self._launcher.site(), self._swapped(item)))
+                swapped = self._swapped(item) if item[0].data else frozenset[int]()
+                return self._launcher.run(item[0].due(self._launcher.site(), swapped))
         # `pace` is told how many calls have run: local steps stop for their average.
         results, error = list[Any](), None
         try:

@@ -14,7 +14,6 @@ from .._call.compiler import COMMUNICATES, EXCHANGES, LOCAL, NANS, SLICES, NotTo
 from .._call.execute import execute_calls
 from .._call.feed import Fed, check_row_count
 from .._call.plan import Instead
-from .._call.rows import Rows
 from .._call.spec import Repeat
 from .._data.process_rows import ProcessLocalRows
 from .._runtime.dispatch import retire_finished
@@ -52,7 +51,9 @@ def small_lists(items: Batches | Items, source: Any, options: CallOptions) -> tu
 
 def is_alone(source: Any) -> bool:
     """Tell whether no code of the user's runs when a source is asked for its next item."""
-    return isinstance(behind_bar(source), Minibatches | list | tuple)
+    inside = behind_bar(source)
+    is_bar = inside is source or type(source).__module__.partition(".")[0] == "tqdm"
+    return is_bar and type(inside) in (Minibatches, list, tuple)
 
 
 def launch_several(
@@ -90,7 +91,7 @@ def launch_several(
     ):
         if is_so:
             raise RunsAlone(why)
-    alike = _alike(first, calls)
+    alike = _alike(first, calls, repeat)
     first.placed()
     form, plan = first.form.repeated(repeat).with_plan(first.site)
     if isinstance(plan, Instead):
@@ -114,13 +115,13 @@ def launch_several(
     return results, len(results) < len(alike)
 
 
-def _alike(first: Fed, calls: Iterator[Fed]) -> list[Fed]:
+def _alike(first: Fed, calls: Iterator[Fed], repeat: Repeat) -> list[Fed]:
     """Return the first call, and those behind it that pick as many rows in the same way from the same data."""
     alike = [first]
     # An error is raised when the loop comes to its call.
     with suppress(Exception):
         for other in calls:
-            if other.kind is not first.kind or other.form is not first.form or not _share_data(first.rows, other.rows):
+            if other.kind is not first.kind or other.form is not first.form or not _share_data(first, other, repeat):
                 break
             alike.append(other)
     if len(alike) < FEWEST:
@@ -134,8 +135,9 @@ def _alike(first: Fed, calls: Iterator[Fed]) -> list[Fed]:
     return alike
 
 
-def _share_data(one: Rows, other: Rows) -> bool:
-    """Tell whether two calls pick rows from the same data on the devices."""
-    triples = zip(one.inputs, one.sources, other.sources, strict=True)
+def _share_data(one: Fed, other: Fed, repeat: Repeat) -> bool:
+    """Tell whether two calls pick rows from the same data on the devices, and share broadcast data."""
+    triples = zip(one.rows.inputs, one.rows.sources, other.rows.sources, strict=True)
     # A program takes one array of data for all of its calls; rows from the host come stacked.
-    return all(a is b or spec.feed.layout == "rows" for spec, a, b in triples)
+    is_same = all(a is b or spec.feed.layout == "rows" for spec, a, b in triples)
+    return is_same and all(one.seen[i] == other.seen[i] for i in one.seen if i not in repeat.own)

@@ -99,7 +99,7 @@ class Waiting:
                 self._feed(site, in_list, bool(self._lent) and not is_read_again)
         # The call raises it at its turn, if it is still so.
         except Exception as error:
-            self._error = error
+            self._error = error.with_traceback(None)
             self._copy_lent()
 
     def _copy_lent(self, which: Sequence[int] | None = None, of: type = object) -> None:
@@ -122,8 +122,8 @@ class Waiting:
                     fed = self._fed_now(site.as_one())
             form, lengths = fed.form, fed.rows.lengths or ()
             is_sent = fed.num_slices == 1 and is_known and not (in_list or form.exchanges)
-            # Rows of plain arrays are kept to name one that makes a result not finite.
-            keeps = site.function.refuses_nan and not self.data and not gives_back
+            # Rows of plain arrays are kept to name one that makes a result not finite, or to be fed again as they are.
+            keeps = (site.function.refuses_nan or not is_known) and not self.data and not gives_back
             if keeps:
                 numbers = next(iter(fed.rows.selections), None)
                 fed.keep()
@@ -148,22 +148,32 @@ class Waiting:
 
     def _fed_now(self, site: Site) -> Fed:
         """Feed the call from what its arguments hold now, but from what it has of data that the source has passed."""
+        old = self._fed
+        stale = {id(data) for data, version in zip(self.data, self._versions, strict=False) if data._version != version}
         self._versions = [data._version for data in self.data] if self.data else []
-        fed, old = feed(site, self.bound, self._options), self._fed
         if not self._passed or old is None:
-            return fed
-        sources, selections, broadcast = [*fed.rows.sources], [*fed.rows.selections], [*fed.placed()]
-        leaves, spec = self.bound.leaves, self.bound.spec
+            return feed(site, self.bound, self._options)
+        # Its kind and its rows are those of before: the source may have given its data another length since.
+        if old.site.group is not site.group:
+            site = site.as_one()
+        kind, leaves, spec = old.kind, self.bound.leaves, self.bound.spec
+        sources, selections, broadcast = [*old.rows.sources], [*old.rows.selections], [*old.placed()]
+        rows = kind.select(site, leaves, self._options, sources)[1]
+        self._is_lost |= old.site.group is not site.group or not kind.fits(leaves, stale)
         for i, at in enumerate(spec.scattered):
-            if id(leaves[at]) in self._passed:
-                is_there = self._is_kept or old.rows.inputs[i].feed.layout != "rows"
-                self._is_lost |= not is_there or fed.rows.inputs[i] != old.rows.inputs[i]
-                sources[i], selections[i] = old.rows.sources[i], old.rows.selections[i]
+            if id(leaves[at]) in stale and not self._is_lost:
+                read = rows.inputs[i].read
+                sources[i] = leaves[at] if read is None else read(leaves[at], site.group)
+                selections[i] = rows.selections[i]
+            elif old.rows.inputs[i].feed.layout == "rows":
+                self._is_lost |= not self._is_kept
         for i, at in enumerate(spec.broadcast):
-            if id(leaves[at]) in self._passed:
-                broadcast[i] = old.placed()[i]
-        fed.rows, fed.broadcast = fed.rows._replace(sources=sources, selections=selections), broadcast
-        fed.given = None
+            if id(leaves[at]) in stale and not self._is_lost:
+                broadcast[i] = kind.placers[i][1](site.group, leaves[at])
+        selected = old.form, old.rows._replace(sources=sources, selections=selections)
+        fed = Fed(site, (self.bound, self._options), kind, leaves, selected, (old.num_slices, old.choice))
+        fed.seen |= {n: old.seen[n] for n in old.seen if id(leaves[spec.broadcast[n]]) not in stale}
+        fed.broadcast, fed.given = broadcast, None
         return fed
 
     def pass_by(self, since: int) -> None:
@@ -194,7 +204,7 @@ class Waiting:
                 self._feed(site, in_list, gives_back=False)
             # The call raises it at its turn, if it is still so.
             except Exception as error:
-                self._fed, self._error = None, error
+                self._fed, self._error = None, error.with_traceback(None)
         return is_stale
 
     def due(self, site: Site, swapped: Set[int] = frozenset()) -> Fed:

@@ -332,14 +332,19 @@ def test_output_waits_for_its_reader(tmp_path):
             assert launcher.poll() is None
             time.sleep(0.02)
         lines = launcher.communicate(timeout=60)[0].splitlines()
-    (left_out,) = [i for i, line in enumerate(lines) if b" left out here" in line]
-    match = re.fullmatch(rb"synk: (\d+) lines left out here, .*", lines[left_out])
-    assert match
-    count = int(match[1])
-    numbers = [int(line[4:9]) for line in lines[1:left_out] + lines[left_out + 1 :]]
-    before = left_out - 1
-    assert numbers == [*range(before), *range(before + count, 80_000)]
-    assert 60e6 < sum(map(len, lines[left_out:])) < 64 << 20 and launcher.returncode == 0
+    gaps = [i for i, line in enumerate(lines) if b" left out here" in line]
+    number = 0
+    for i, line in enumerate(lines[1:], 1):
+        if i in gaps:
+            match = re.fullmatch(rb"synk: (\d+) lines left out here, .*", line)
+            assert match
+            number += int(match[1])
+        else:
+            assert int(line[4:9]) == number
+            number += 1
+    assert number == 80_000 and launcher.returncode == 0
+    # On a slow machine the launcher has not got all lines when the program ends, so there may be another gap.
+    assert 60e6 < sum(map(len, lines[gaps[0] :])) and sum(map(len, lines[gaps[-1] :])) < 64 << 20
 
 
 def write(tmp_path, script):

@@ -227,8 +227,8 @@ class World:
         else:
             data[at] = new[at]
         if not isinstance(data, np.ndarray) and name != "rate" and rng.random() < 0.1:
-            # Data that a source moves elsewhere is refused if the body writes to other data of the item.
-            data.to(data.place if self.h.kind == "apart" else str(rng.choice(PLACES)))
+            # Data that the body moves elsewhere is refused if the source has written to other data of the item.
+            data.to(data.place if self.h.kind == "apart" and name in self.h.by_body else str(rng.choice(PLACES)))
 
     def write_variable(self, variable, rng):
         if self.h.make is held and variable is self.variables[0]:

@@ -317,3 +317,63 @@ def test_a_source_that_asks_local_steps(four, size):
     assert seen == [calls_before(i, size) for i in range(9)]
     assert steps.steps == 9
     float(steps.params.value[0])
+
+
+@pytest.mark.parametrize("place", ["host", "broadcast"])
+@pytest.mark.parametrize("options", [{}, {"per_launch": 3}, {"per_launch": 6, "prefetch": 0}])
+def test_a_source_that_writes_broadcast_data(group, place, options):
+    """Each call of a list has the data that its item had."""
+    by = synk.data(np.zeros(1, np.float32), place=place)
+
+    def numbers():
+        for number in range(1, 7):
+            by[:] = number
+            yield number
+
+    def flat(results):
+        return [float(y) for y in jax.tree.leaves([*results])]
+
+    rows = np.ones(12, np.float32)
+    batches = (slice(2 * i - 2, 2 * i) for i in numbers())
+    assert flat(scaled.iterate(rows, by, batches=batches, **options)) == [2, 4, 6, 8, 10, 12]
+    assert flat(scaled.stream(((rows[:2], by) for _ in numbers()), **options)) == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_lengths_that_change_while_the_loop_writes_other_data(group, place, size):
+    rows = synk.data(np.ones(8, np.float32), place=place)
+    by = synk.data(np.ones(1, np.float32), place="broadcast")
+
+    def chunks():
+        for count in (8, 8, 6, 4):
+            rows.set_value(np.ones(count, np.float32))
+            yield slice(None)
+
+    got = []
+    for value in scaled.iterate(rows, by, batches=chunks(), prefetch=size):
+        got.append(float(value))
+        by[:] = 10.0 ** len(got)
+    assert got == [8, 80, 600, 4000]
+
+
+def test_a_list_that_writes_when_it_is_asked(group):
+    """A class of the user's may do anything when it is asked for its next item."""
+    data = synk.data(np.zeros(4, np.float32))
+
+    class Chunks(list):
+        def __iter__(self):
+            for number in super().__iter__():
+                data[:] = number
+                yield slice(0, 4)
+
+    class Loader:
+        iterable = (1, 2, 3)
+
+        def __iter__(self):
+            return iter(Chunks(self.iterable))
+
+    for source in (Chunks([1, 2, 3]), Loader()):
+        assert [float(value) for value in total.iterate(data, batches=source)] == [4, 8, 12]
+        assert [float(value) for value in next(total.iterate(data, batches=source, per_launch=3))] == [4, 8, 12]
+        assert float(total.over(data, batches=source)) == 24
