@@ -146,7 +146,11 @@ class Loop(Prefetch[list[Waiting], Any]):
         if error is None:
             return results
         if not results:
-            raise error
+            try:
+                raise error
+            finally:
+                # The error refers to this frame. Without this line the frame would refer to the error.
+                del error
         # Results before an error belong to the loop, which gets them first.
         self.close()
         self._error = error
