@@ -337,6 +337,7 @@ def test_what_does_not_run_is_a_row(group, capsys):
     assert np.isfinite(step(X, Y))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
 def test_interrupts_change_nothing(group, capsys):
     """Ctrl-C in the middle leaves the variables of a step that donates, and the step goes on."""
     step = made(ema=0.5)
