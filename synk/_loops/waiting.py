@@ -122,27 +122,26 @@ class Waiting:
                     fed = self._fed_now(site.as_one())
             form, lengths = fed.form, fed.rows.lengths or ()
             is_sent = fed.num_slices == 1 and is_known and not (in_list or form.exchanges)
-            # Rows of plain arrays are kept to name one that makes a result not finite, or to be fed again as they are.
-            keeps = (site.function.refuses_nan or not is_known) and not self.data and not gives_back
-            if keeps:
-                numbers = next(iter(fed.rows.selections), None)
-                fed.keep()
-                of_rows = _with_own_arrays(self.bound, fed.rows.sources, ())._replace(numbers=numbers)
-                fed.given = of_rows, self._options._replace(batch=None)
-            # Arrays that were sent without filler stand for those that the source has lent.
-            is_exact = gives_back and form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
+            # Rows of synk's own stand for the user's: to let go of what a source has lent, to name a row that makes a
+            # result not finite, and to be fed again as they were.
+            is_plain = not (self.data or any(self.bound.spec.overlaps))
+            owns = gives_back or (is_plain and (site.function.refuses_nan or not is_known))
+            # Sent without filler they are the rows themselves.
+            is_exact = owns and form.is_plain and fed.group._way.rows_sent(max(lengths)) == sum(lengths)
             # Rows of several data are kept: if the source writes to one and the loop to another, both are needed.
-            self._is_kept = keeps or not is_sent or (gives_back and not is_exact) or len(self.data) > 1
-            if self._is_kept and not keeps:
+            self._is_kept = not is_sent or (owns and not is_exact) or len(self.data) > 1
+            numbers = next(iter(fed.rows.selections), None)
+            if self._is_kept:
                 fed.keep()
             if is_sent:
                 fed.send_early()
             else:
                 fed.placed()
-            if gives_back:
+            if owns:
                 if not self._is_kept:
                     fed.rows = _rows_of(fed.rows, fed.sent or ())
-                self.bound = _with_own_arrays(self.bound, fed.rows.sources, fed.placed())
+                bound = _with_own_arrays(self.bound, fed.rows.sources, fed.placed())
+                self.bound, self._options = bound._replace(numbers=numbers), self._options._replace(batch=None)
                 fed.given, fed.leaves = (self.bound, self._options), self.bound.leaves
         self._fed, self._group = fed, site.group
 

@@ -216,6 +216,24 @@ def test_a_bad_row_is_named_as_by_a_call(group, batch):
             assert isinstance(errors[2], FloatingPointError) and "row" in str(errors[2])
 
 
+@pytest.mark.parametrize("per_launch", [None, 3])
+def test_a_bad_row_beside_values_of_each_batch(group, per_launch):
+    """Rows and values are those of the call, whatever has come into their places."""
+    x, rates = numbers(11), np.ones(1, np.float32)
+    x[3] = np.inf
+    f = synk.function(lambda x, rate: (x * rate[0]).sum(0), ["x"], nan="raise", name="f")
+
+    def values():
+        for number in range(4):
+            rates[:] = number
+            yield rates
+
+    wanted = raised_by(lambda: f(x, np.array([2], np.float32), batch=[9, 3, 2, 0]))
+    batches = [slice(0, 2), [5, 4, 1, 0], [9, 3, 2, 0], [1]]
+    error = raised_by(lambda: [*f.iterate(x, synk.each(values()), batches=batches, per_launch=per_launch)])
+    assert str(error) == str(wanted) and "row 3" in str(error)
+
+
 def entered(run):
     """How many functions and methods of Python a run enters."""
     count = [0]
