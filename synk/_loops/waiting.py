@@ -148,10 +148,11 @@ class Waiting:
     def _fed_now(self, site: Site) -> Fed:
         """Feed the call from what its arguments hold now, but from what it has of data that the source has passed."""
         old = self._fed
-        stale = {id(data) for data, version in zip(self.data, self._versions, strict=False) if data._version != version}
-        self._versions = [data._version for data in self.data] if self.data else []
         if not self._passed or old is None:
+            self._versions = [data._version for data in self.data] if self.data else []
             return feed(site, self.bound, self._options)
+        stale = {id(data) for data, version in zip(self.data, self._versions, strict=False) if data._version != version}
+        self._versions = [data._version for data in self.data]
         # Its kind and its rows are those of before: the source may have given its data another length since.
         if old.site.group is not site.group:
             site = site.as_one()
@@ -211,7 +212,7 @@ class Waiting:
         fed = self._fed
         is_stale = bool(self.data) and self._is_stale(swapped)
         is_same = fed is not None and self._group is site.group and fed.kind.base.options == trace_options()
-        if fed is None or is_stale or not is_same or fed.function is not site.function:
+        if fed is None or is_stale or not is_same or fed.site.function is not site.function:
             if not self._is_lost:
                 self._fed = fed = self._fed_now(site)
                 self._group = site.group
