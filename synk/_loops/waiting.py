@@ -151,8 +151,7 @@ class Waiting:
         if not self._passed or old is None:
             self._versions = [data._version for data in self.data] if self.data else []
             return feed(site, self.bound, self._options)
-        stale = {id(data) for data, version in zip(self.data, self._versions, strict=False) if data._version != version}
-        self._versions = [data._version for data in self.data]
+        stale, self._versions = self._stale(), [data._version for data in self.data]
         # Its kind and its rows are those of before: the source may have given its data another length since.
         if old.site.group is not site.group:
             site = site.as_one()
@@ -186,9 +185,14 @@ class Waiting:
                 if self._fed is not None:
                     self._fed.given = None
 
+    def _stale(self) -> set[int]:
+        """Return the data, by id, to which others than the source have written since."""
+        pairs = zip(self.data, self._versions, strict=False)
+        return {id(data) for data, version in pairs if data._version != version}
+
     def _is_stale(self, swapped: Set[int]) -> bool:
         """Tell whether others than the source have written to the data since."""
-        stale = {id(data) for data, version in zip(self.data, self._versions, strict=False) if data._version != version}
+        stale = self._stale()
         # Calls in turn would have written in another order.
         self._is_lost |= not stale.isdisjoint(self._passed | swapped)
         return bool(stale)
@@ -219,7 +223,8 @@ class Waiting:
         if self._is_lost or fed is None:
             if self._error is not None:
                 raise self._error
-            names = ", ".join(dict.fromkeys(data.name for data in self.data))
+            by_source = [data.name for data in self.data if id(data) in self._passed | swapped]
+            names = ", ".join(dict.fromkeys(by_source or [data.name for data in self.data]))
             raise SynkError(
                 f"{site.function.name}: both the source of the loop and others have written to {names} since this "
                 f"item was taken early, so the rows that it should read are gone. Write from one place, or give "
